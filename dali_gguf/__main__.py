@@ -1,0 +1,5 @@
+import sys
+
+from dali_gguf.cli import main
+
+sys.exit(main())
