@@ -1,0 +1,304 @@
+"""Vector operations that move, convert or sum lanes, and the integer dot products.
+
+The integer dot products are exact on every instruction set: see the bounds in their docstrings.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from dali_gguf.kernels import isa
+from dali_gguf.kernels.simd import (
+    ELEMENTS, F32, I8, I16, I32, Vec, call, const, half_to_float_ir, inline, load_ir, shuffle,
+)
+
+# ---- integer dot products ---------------------------------------------------------------------
+
+
+def pair_dot_ir(b, u, s, signed: bool):
+    """i16 [n/2] = u[2i] s[2i] + u[2i+1] s[2i+1] of i8 vectors; u unsigned or signed."""
+    n = u.type.count
+    if isa.AVX2 and n == 32:
+        if signed:
+            s = call(b, "llvm.x86.avx2.psign.b", s.type, [s, u])
+            u = call(b, "llvm.abs.v32i8", u.type, [u, ir.Constant(ir.IntType(1), 0)])
+        return call(b, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [u, s])
+    wide = ir.VectorType(I16, n)
+    product = b.mul(b.sext(u, wide) if signed else b.zext(u, wide), b.sext(s, wide))
+    return b.add(shuffle(b, product, range(0, n, 2)), shuffle(b, product, range(1, n, 2)))
+
+
+def madd_ir(b, x, y):
+    """i32 [n/2] = x[2i] y[2i] + x[2i+1] y[2i+1] of i16 vectors."""
+    n = x.type.count
+    if isa.AVX2 and n == 16:
+        return call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [x, y])
+    wide = ir.VectorType(I32, n)
+    product = b.mul(b.sext(x, wide), b.sext(y, wide))
+    return b.add(shuffle(b, product, range(0, n, 2)), shuffle(b, product, range(1, n, 2)))
+
+
+@intrinsic
+def pair_dot_u(typing, u, s):
+    """Adjacent products summed to i16. u in 0..127, s in -127..127: never saturates."""
+
+    def gen(context, b, sig, args):
+        return pair_dot_ir(b, *args, signed=False)
+
+    return Vec("i16", u.n // 2)(u, s), gen
+
+
+@intrinsic
+def pair_dot_s(typing, w, s):
+    """The same for w in -128..127 and s in -127..127 (128 * 127 * 2 fits i16)."""
+
+    def gen(context, b, sig, args):
+        return pair_dot_ir(b, *args, signed=True)
+
+    return Vec("i16", w.n // 2)(w, s), gen
+
+
+@intrinsic
+def madd(typing, x, y):
+    """Adjacent i16 products summed to i32 lanes."""
+
+    def gen(context, b, sig, args):
+        return madd_ir(b, *args)
+
+    return Vec("i32", x.n // 2)(x, y), gen
+
+
+# ---- moving and converting --------------------------------------------------------------------
+
+
+def permutation(index):
+    """An intrinsic that permutes lanes by a constant index."""
+    index = tuple(index)
+
+    @intrinsic
+    def permute(typing, x):
+        def gen(context, b, sig, args):
+            return shuffle(b, args[0], index)
+
+        return Vec(x.elem, len(index))(x), gen
+
+    return permute
+
+
+def constant(elem, values):
+    """An intrinsic that returns a constant vector."""
+    vec = Vec(elem, len(values))
+
+    @intrinsic
+    def f(typing):
+        def gen(context, b, sig, args):
+            return const(elem, values)
+
+        return vec(), gen
+
+    return f
+
+
+zero_f32x8, zero_i32x8 = constant("f32", [0.0] * 8), constant("i32", [0] * 8)
+ones_i16x16 = constant("i16", [1] * 16)
+fifteen_i8x32 = constant("i8", [15] * 32)
+
+
+def lookup(table):
+    """An intrinsic: 16-entry signed byte table, indexed by i8x32 values 0..15."""
+    vec = Vec("i8", 32)
+    entries = [v & 255 for v in table]
+
+    @intrinsic
+    def f(typing, index):
+        def gen(context, b, sig, args):
+            if isa.AVX2:
+                return call(b, "llvm.x86.avx2.pshuf.b", vec.ir, [const("i8", entries * 2), args[0]])
+            values, result = const("i8", entries), ir.Constant(vec.ir, ir.Undefined)
+            for i in range(32):
+                lane = ir.Constant(I32, i)
+                at = b.zext(b.extract_element(args[0], lane), I32)
+                result = b.insert_element(result, b.extract_element(values, at), lane)
+            return result
+
+        return vec(index), gen
+
+    return f
+
+
+@intrinsic
+def nibbles(typing, x):
+    """i8x16 -> i8x32: the low nibbles of all bytes, then the high ones (values 0..15)."""
+
+    def gen(context, b, sig, args):
+        high = b.lshr(args[0], const("i8", [4] * 16))
+        both = shuffle(b, args[0], range(32), high)
+        return b.and_(both, const("i8", [15] * 32))
+
+    return Vec("i8", 32)(x), gen
+
+
+@intrinsic
+def low_nibbles(typing, x):
+    def gen(context, b, sig, args):
+        return b.and_(args[0], const("i8", [15] * x.n))
+
+    return x(x), gen
+
+
+@intrinsic
+def high_nibbles(typing, x):
+    def gen(context, b, sig, args):
+        wide = b.bitcast(args[0], ir.VectorType(I16, x.n // 2))
+        shifted = b.bitcast(b.lshr(wide, const("i16", [4] * (x.n // 2))), x.ir)
+        return b.and_(shifted, const("i8", [15] * x.n))
+
+    return x(x), gen
+
+
+@intrinsic
+def concat(typing, x, y):
+    def gen(context, b, sig, args):
+        return shuffle(b, args[0], range(2 * x.n), args[1])
+
+    return Vec(x.elem, 2 * x.n)(x, y), gen
+
+
+def _convert(op, elem):
+    @intrinsic
+    def f(typing, x):
+        vec = Vec(elem, x.n)
+
+        def gen(context, b, sig, args):
+            return getattr(b, op)(args[0], vec.ir)
+
+        return vec(x), gen
+
+    return f
+
+
+to_f32 = _convert("sitofp", "f32")
+to_i32 = _convert("fptosi", "i32")
+sign_extend_i16, zero_extend_i16 = _convert("sext", "i16"), _convert("zext", "i16")
+sign_extend_i32, zero_extend_i32 = _convert("sext", "i32"), _convert("zext", "i32")
+narrow_i8, narrow_i16 = _convert("trunc", "i8"), _convert("trunc", "i16")
+
+
+@intrinsic
+def half_to_float(typing, x):
+    """i16 bits of IEEE half -> f32."""
+
+    def gen(context, b, sig, args):
+        return half_to_float_ir(b, args[0])
+
+    return Vec("f32", x.n)(x), gen
+
+
+@intrinsic
+def bf16_to_float(typing, x):
+    vec = Vec("f32", x.n)
+
+    def gen(context, b, sig, args):
+        wide = b.zext(args[0], ir.VectorType(I32, x.n))
+        return b.bitcast(b.shl(wide, const("i32", [16] * x.n)), vec.ir)
+
+    return vec(x), gen
+
+
+@intrinsic
+def bits_to_f32(typing, x):
+    """i32 lanes read as float32 bits."""
+
+    def gen(context, b, sig, args):
+        return b.bitcast(args[0], ir.VectorType(F32, x.n))
+
+    return Vec("f32", x.n)(x), gen
+
+
+@intrinsic
+def bytes_of_u64(typing, x):
+    def gen(context, b, sig, args):
+        return b.bitcast(args[0], ir.VectorType(I8, 8))
+
+    return Vec("i8", 8)(types.uint64), gen
+
+
+def _gather8(elem, ir_type):
+    """An intrinsic: 8 elements at address + i * stride."""
+    vec = Vec(elem, 8)
+
+    @intrinsic
+    def f(typing, address, stride):
+        def gen(context, b, sig, args):
+            result, at = ir.Constant(vec.ir, ir.Undefined), args[0]
+            for i in range(8):
+                result = b.insert_element(result, load_ir(b, at, ir_type), ir.Constant(I32, i))
+                at = b.add(at, args[1])
+            return result
+
+        return vec(types.intp, types.intp), gen
+
+    return f
+
+
+gather_i16x8, gather_i8x8 = _gather8("i16", I16), _gather8("i8", I8)
+
+# ---- sums over lanes: one fixed order each ----------------------------------------------------
+
+
+@intrinsic
+def add_pairs(typing, x, y):
+    """Neighbouring lanes of i32x8 x and y added, within 128-bit halves."""
+
+    def gen(context, b, sig, args):
+        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+        return b.add(shuffle(b, args[0], even, args[1]), shuffle(b, args[0], odd, args[1]))
+
+    return x(x, y), gen
+
+
+@intrinsic
+def add_halves(typing, x, y):
+    """i32x8 x, y -> low half + high half of x, then of y."""
+
+    def gen(context, b, sig, args):
+        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+        return b.add(shuffle(b, args[0], low, args[1]), shuffle(b, args[0], high, args[1]))
+
+    return x(x, y), gen
+
+
+@inline
+def sum_rows(v0, v1, v2, v3, v4, v5, v6, v7):
+    """Lane r of the result = sum of the lanes of v_r, all i32x8."""
+    low = add_pairs(add_pairs(v0, v1), add_pairs(v2, v3))
+    high = add_pairs(add_pairs(v4, v5), add_pairs(v6, v7))
+    return add_halves(low, high)
+
+
+@intrinsic
+def sum_f32(typing, x):
+    """Sum of f32x8 in a fixed tree: (0+4)+(2+6) + ((1+5)+(3+7))."""
+
+    def gen(context, b, sig, args):
+        v = args[0]
+        for half in (4, 2, 1):
+            v = b.fadd(shuffle(b, v, range(half)), shuffle(b, v, range(half, 2 * half)))
+        return b.extract_element(v, ir.Constant(I32, 0))
+
+    return types.float32(x), gen
+
+
+def _reduce(name, elem, numba_type):
+    @intrinsic
+    def f(typing, x):
+        def gen(context, b, sig, args):
+            return call(b, f"llvm.vector.reduce.{name}.v{x.n}{elem}", ELEMENTS[elem], [args[0]])
+
+        return numba_type(x), gen
+
+    return f
+
+
+max_f32 = _reduce("fmax", "f32", types.float32)
+sum_i32 = _reduce("add", "i32", types.int32)
