@@ -76,10 +76,11 @@ class Reader:
         self.need(count * U64.size, what)
         out: list[str] = []
         while len(out) < count:
-            size = PIECE
-            while self._strings_of_piece(size, count, out) == 0:  # longer than the piece, or cut off
+            if self._strings_of_piece(PIECE, count, out) == 0:  # longer than the piece, or cut off
+                size = self.number(U64, what)
                 self.need(size, what)
-                size *= 2
+                self.position -= U64.size
+                self._strings_of_piece(U64.size + size, count, out)
         return out
 
     def _strings_of_piece(self, size: int, count: int, out: list[str]) -> int:
