@@ -1,0 +1,205 @@
+"""The placement rules as compiled functions; offload/placement.py is their front.
+
+Costs of an expert with w tokens: c[w] on the CPU, g[w] on the GPU, t to copy (offload/cost.py). The
+GPU runs resident experts first while the link copies the missing ones in order (a two-stage flow
+shop); while the link copies, the CPU runs at r of its speed. All policies minimise, or try to,
+max(finish of the CPU, finish of the GPU).
+"""
+
+import numpy as np
+from numba import njit
+
+THRESHOLD, GREEDY, OPTIMAL, BALANCE, STATIC_LAYERS, STATIC_HOT, ALL_CPU, ALL_GPU = range(8)
+
+
+@njit(cache=True, nogil=True)
+def cpu_finish(work, link, r, h_cpu):
+    """Time at which the CPU has done `work` us of experts, when the link is busy until `link`."""
+    if work <= 0:
+        return 0.0
+    if r >= 1:
+        return h_cpu + work
+    return h_cpu + (work / r if work <= link * r else link + work - link * r)
+
+
+@njit(cache=True, nogil=True)
+def gpu_finish(resident, w, n, g, t, link_busy):
+    """Finish of the GPU: `resident` us of work at hand, then n copies with workloads w in order."""
+    finish, link = resident, link_busy
+    for i in range(n):
+        link += t
+        finish = max(finish, link) + g[w[i]]
+    return finish
+
+
+@njit(cache=True, nogil=True)
+def threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin):
+    """Best (copies, residents to the CPU) when the copies are the largest misses and the residents
+    sent away are the smallest. miss, res: workloads, descending. Returns (k, q, makespan).
+
+    Copies in descending order are Johnson's order (equal copy times), so the GPU's finish extends
+    by one term a copy. Residents move only for a predicted gain above `margin`."""
+    on_cpu = 0.0
+    for i in range(n_miss):
+        on_cpu += c[miss[i]]
+    gpu_work = 0.0
+    for i in range(n_res):
+        gpu_work += g[res[i]]
+    best, best_k, best_q = np.inf, 0, 0
+    stay, stay_k = np.inf, 0  # best without moving residents
+    moved = 0.0
+    for q in range(n_res + 1):
+        if q:
+            moved += c[res[n_res - q]]
+            gpu_work -= g[res[n_res - q]]
+        if moved > best:
+            break
+        work, link, finish = on_cpu + moved, link_busy, gpu_work
+        for k in range(n_miss + 1):
+            if k:
+                link += t
+                finish = max(finish, link) + g[miss[k - 1]]
+                work -= c[miss[k - 1]]
+                if k == n_miss and q == 0:
+                    work = 0.0  # not the rounding of a sum taken apart
+            busy = link if k else link_busy
+            span = max(cpu_finish(work, busy, r, h_cpu), finish)
+            if span < best * (1 - 1e-12):
+                best, best_k, best_q = span, k, q
+            if finish > best:
+                break
+        if q == 0:
+            stay, stay_k = best, best_k
+    if best_q and best > (1 - margin) * stay:
+        return stay_k, 0, stay
+    return best_k, best_q, best
+
+
+@njit(cache=True, nogil=True)
+def greedy(miss, n_miss, res, n_res, c, g, t, to_gpu):
+    """The paper's rule: experts by the gap between their CPU and GPU time, largest first; each goes
+    to the side that then finishes earlier, times simply summed. to_gpu uint8 [n_miss + n_res]."""
+    n = n_miss + n_res
+    gap = np.empty(n)
+    for i in range(n):
+        w = miss[i] if i < n_miss else res[i - n_miss]
+        gap[i] = -abs(c[w] - g[w] - (t if i < n_miss else 0.0))
+    cpu = gpu = 0.0
+    for i in np.argsort(gap, kind="mergesort"):
+        w = miss[i] if i < n_miss else res[i - n_miss]
+        on_cpu = cpu + c[w]
+        on_gpu = gpu + g[w] + (t if i < n_miss else 0.0)
+        to_gpu[i] = on_gpu <= on_cpu
+        if to_gpu[i]:
+            gpu = on_gpu
+        else:
+            cpu = on_cpu
+
+
+@njit(cache=True, nogil=True)
+def makespan(miss, n_miss, res, n_res, to_gpu, c, g, t, link_busy, r, h_cpu):
+    """(CPU finish, GPU finish) of any assignment to_gpu uint8 [n_miss + n_res]; copies run in the
+    order of miss."""
+    work = gpu = 0.0
+    for i in range(n_res):
+        if to_gpu[n_miss + i]:
+            gpu += g[res[i]]
+        else:
+            work += c[res[i]]
+    link = link_busy
+    for i in range(n_miss):
+        if to_gpu[i]:
+            link += t
+            gpu = max(gpu, link) + g[miss[i]]
+        else:
+            work += c[miss[i]]
+    return cpu_finish(work, link, r, h_cpu), gpu
+
+
+@njit(cache=True, nogil=True)
+def assign(code, miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu):
+    """Fills to_gpu uint8 [n_miss + n_res] for sorted (descending) workloads, misses first; returns
+    the makespan. `optimal` is not here (offload/optimal.py): it is for tests and simulation."""
+    to_gpu[:n_miss] = code == ALL_GPU
+    to_gpu[n_miss : n_miss + n_res] = code != ALL_CPU
+    if code == THRESHOLD:
+        k, q, span = threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin)
+        to_gpu[:k] = 1
+        to_gpu[n_miss + n_res - q : n_miss + n_res] = 0
+        return span
+    if code == GREEDY:
+        greedy(miss, n_miss, res, n_res, c, g, t, to_gpu)
+    elif code == BALANCE and n_miss:  # by bandwidth: link / (link + CPU), from the costs of w = 1
+        to_gpu[: int(n_miss * c[1] / (c[1] + t) + 0.5)] = 1
+    cpu, gpu = makespan(miss, n_miss, res, n_res, to_gpu, c, g, t, link_busy, r, h_cpu)
+    return max(cpu, gpu)
+
+
+@njit(cache=True, nogil=True)
+def sort_descending(w, ids, n):
+    """Sorts w[:n] descending and ids[:n] with it; stable. Counting sort while the range is small."""
+    top = 0
+    for i in range(n):
+        top = max(top, w[i])
+    if top <= 1:
+        return
+    if n < 24 or top > 2048:
+        for i in range(1, n):
+            x, e, j = w[i], ids[i], i - 1
+            while j >= 0 and w[j] < x:
+                w[j + 1], ids[j + 1] = w[j], ids[j]
+                j -= 1
+            w[j + 1], ids[j + 1] = x, e
+        return
+    start = np.zeros(top + 2, np.int64)
+    for i in range(n):
+        start[top - w[i] + 1] += 1
+    for i in range(1, top + 1):
+        start[i] += start[i - 1]
+    old_w, old_ids = w[:n].copy(), ids[:n].copy()
+    for i in range(n):
+        j = start[top - old_w[i]]
+        start[top - old_w[i]] += 1
+        w[j], ids[j] = old_w[i], old_ids[i]
+
+
+@njit(cache=True, nogil=True)
+def split_workload(workload, resident, top, ids, w):
+    """Active experts into misses (row 0) and residents (row 1) of ids, w int64 [2, E], sorted by
+    workload descending; workloads above `top` count as top. Returns (n_miss, n_res)."""
+    n = [0, 0]
+    for e in range(workload.size):
+        if workload[e] > 0:
+            row = 1 if resident[e] else 0
+            ids[row, n[row]] = e
+            w[row, n[row]] = min(workload[e], top)
+            n[row] += 1
+    sort_descending(w[0], ids[0], n[0])
+    sort_descending(w[1], ids[1], n[1])
+    return n[0], n[1]
+
+
+@njit(cache=True, nogil=True)
+def plan_layer(code, workload, resident, c, g, t, link_busy, r, h_cpu, margin, ids, w, to_gpu, out):
+    """One layer's plan. Fills out int64 [3, E]: experts for the CPU, residents for the GPU, copies
+    in the order of copying. ids, w int64 [2, E] and to_gpu uint8 [2 E] are scratch.
+    Returns (n_cpu, n_gpu, n_copy, makespan)."""
+    top = c.size - 1
+    n_miss, n_res = split_workload(workload, resident, top, ids, w)
+    span = assign(code, w[0], n_miss, w[1], n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu)
+    n_cpu, n_gpu, n_copy = 0, 0, 0
+    for i in range(n_miss):
+        if to_gpu[i]:
+            out[2, n_copy] = ids[0, i]
+            n_copy += 1
+        else:
+            out[0, n_cpu] = ids[0, i]
+            n_cpu += 1
+    for i in range(n_res):
+        if to_gpu[n_miss + i]:
+            out[1, n_gpu] = ids[1, i]
+            n_gpu += 1
+        else:
+            out[0, n_cpu] = ids[1, i]
+            n_cpu += 1
+    return n_cpu, n_gpu, n_copy, span
