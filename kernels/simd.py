@@ -128,7 +128,7 @@ def _load_scalar(elem, numba_type, convert=None):
     return load
 
 
-load_i8x16, load_i8x32 = _load_vector("i8", 16), _load_vector("i8", 32)
+load_i8x8, load_i8x16, load_i8x32 = (_load_vector("i8", n) for n in (8, 16, 32))
 load_i16x8, load_i16x16 = _load_vector("i16", 8), _load_vector("i16", 16)
 load_i32x8, load_f32x8 = _load_vector("i32", 8), _load_vector("f32", 8)
 load_u8, load_i8 = _load_scalar("i8", types.uint8), _load_scalar("i8", types.int8)
