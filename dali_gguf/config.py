@@ -88,7 +88,7 @@ class ModelConfig:
             n_layer_dense=keys.count("leading_dense_block_count", 0),
             n_ctx_train=keys.size("context_length"),
             n_embd=n_embd,
-            n_vocab=len(metadata.get("tokenizer.ggml.tokens", ())) or keys.count("vocab_size", 0),
+            n_vocab=vocabulary_size(metadata) or keys.count("vocab_size", 0),
             n_ff=keys.count("feed_forward_length", 0),
             n_head=n_head,
             n_head_kv=keys.size("attention.head_count_kv", n_head),
@@ -164,6 +164,13 @@ def short(value) -> str:
     return repr(value)[:60]
 
 
+def vocabulary_size(metadata: dict) -> int:
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    if type(tokens) is not list:
+        raise ModelFileError(f"key tokenizer.ggml.tokens is {short(tokens)}; expected an array of texts")
+    return len(tokens)
+
+
 def rope_config(keys: Keys, k_size: int) -> RopeConfig:
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
     scaling = keys.text("rope.scaling.type", "linear")
@@ -214,6 +221,8 @@ def check(keys: Keys, c: ModelConfig) -> None:
         raise keys.wrong("attention.head_count_kv", f"a divisor of head_count ({c.n_head})")
     if c.rope.n_rot % 2 or c.rope.n_rot > max(c.k_size, c.k_size_mla):
         raise keys.wrong("rope.dimension_count", f"an even number up to the head size ({c.k_size})")
+    if c.rope.base <= 1:
+        raise keys.wrong("rope.freq_base", "a number above 1")
     if e.n_used > e.n_expert:
         raise keys.wrong("expert_used_count", f"at most expert_count ({e.n_expert})")
     if e.n_expert % e.n_group:

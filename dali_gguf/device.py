@@ -2,7 +2,8 @@
 
 Shapes: T tokens of the step, D n_embd, H heads, G key/value heads, K key size, V value size,
 E experts, A experts used per token, F n_ff_exp. Arrays are float32, and belong to the device
-(numpy for the CPU, torch tensors for a GPU); +, *, reshape, slicing and concatenation work on both.
+(numpy for the CPU, torch tensors for a GPU); +, *, reshape and slicing work on both. Arguments may
+be views that are not contiguous.
 """
 
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ class Device(Protocol):
     def rope(self, x: Array, positions: np.ndarray, params: RopeParams) -> Array:
         """Rotates the first n_rot of the last axis of x [T, H, K] (in place where it can)."""
 
+    def concat(self, *arrays: Array) -> Array:
+        """Joined along the last axis; the leading axes broadcast ([T, 1, R] fits [T, H, N])."""
+
     def new_kv_cache(self, n_layer: int, n_seq: int, n_ctx: int, n_head_kv: int, k_size: int,
                      v_size: int, kv_type: str) -> Any:
         """An empty cache. kv_type: f16, q8_0 or f32. v_size 0: values are the first columns of
@@ -85,6 +89,9 @@ class Device(Protocol):
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         """silu(gate) * up, [T, F]."""
+
+    def sigmoid(self, x: Array) -> Array:
+        """1 / (1 + exp(-x))."""
 
     def route(self, logits: Array, n_used: int, rule: Any) -> Routing:
         """router.RouterRule applied to logits [T, E]; the result lies in host memory."""

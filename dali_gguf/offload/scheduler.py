@@ -1,0 +1,30 @@
+"""Who computes a layer's experts, and where their bytes lie. The plain way: all on one device.
+
+Schedulers with more than one place for an expert have the same `moe` and take its place.
+"""
+
+from dali_gguf.device import Array, Device
+from dali_gguf.router import RouterRule
+from dali_gguf.routing import LayerExperts, Routing
+
+
+class Scheduler:
+    """experts and routers by layer number (dense layers have none).
+
+    routers: layer -> (handle of the router matrix [E, D], its rule), for predictions.
+    """
+
+    def __init__(self, device: Device, experts: dict[int, LayerExperts], routers: dict[int, tuple]):
+        self.device = device
+        self.experts = experts
+        self.routers = routers
+
+    def moe(self, layer: int, h: Array, routing: Routing) -> Array:
+        """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""
+        return self.device.moe(h, routing, self.experts[layer])
+
+    def rule(self, layer: int) -> RouterRule:
+        return self.routers[layer][1]
+
+    def close(self) -> None:
+        """Nothing is held beyond the device's own memory."""

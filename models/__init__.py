@@ -1,0 +1,43 @@
+"""Architectures: one file each, named as general.architecture with `-` as `_`.
+
+A file has `layers(weights, config) -> list[Layer]`, and `kv_shape` if its cache is unusual.
+"""
+
+import importlib
+import pkgutil
+
+from dali_gguf.config import ModelConfig
+from dali_gguf.device import Device
+from dali_gguf.errors import UnsupportedError
+from dali_gguf.gguf_file import GGUFFile
+from dali_gguf.layers import Model
+from dali_gguf.weights import Weights
+
+SPELLING = {"gpt_oss": "gpt-oss"}  # files whose architecture has a dash
+
+
+def architectures() -> list[str]:
+    """Every general.architecture that has a file here."""
+    return [SPELLING.get(m.name, m.name) for m in pkgutil.iter_modules(__path__)]
+
+
+def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
+    """Weights are looked up and checked, not read. Raises UnsupportedError, ModelFileError."""
+    name = config.architecture
+    if name not in architectures():
+        raise UnsupportedError(f"architecture {name!r} is not supported; known are {', '.join(architectures())}")
+    module = importlib.import_module(f"dali_gguf.models.{name.replace('-', '_')}")
+    weights = Weights(file, device)
+    layers = module.layers(weights, config)
+    kv_shape = getattr(module, "kv_shape", plain_kv_shape)(weights, config)
+    model = Model(weights, config, layers, kv_shape)
+    ignored = weights.ignored(config.n_layer)
+    if ignored:
+        raise UnsupportedError(
+            f"{len(ignored)} tensors are not part of the {name} architecture as known here, the first is {ignored[0]}"
+        )
+    return model
+
+
+def plain_kv_shape(weights: Weights, config: ModelConfig) -> tuple[int, int, int]:
+    return config.n_head_kv, config.k_size, config.v_size
