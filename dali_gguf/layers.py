@@ -155,11 +155,13 @@ class Model:
     def new_cache(self, n_seq: int, n_ctx: int, kv_type: str) -> Any:
         return self.device.new_kv_cache(self.config.n_layer, n_seq, n_ctx, *self.kv_shape, kv_type)
 
-    def forward(self, run: Pass, rows: slice = slice(None)) -> Array:
-        """Logits [R, n_vocab] of the step's tokens in `rows`."""
+    def forward(self, run: Pass, rows: slice | None = slice(None)) -> Array | None:
+        """Logits [R, n_vocab] of the step's tokens in `rows`; None: only the cache is wanted."""
         x = self.device.embed(run.step.ids, self.embedding)  # [T, D]
         for layer in self.layers:
             x = layer(x, run)
+        if rows is None:
+            return None
         return self.device.matmul(self.norm(x[rows]), self.head)[0]
 
     def first_bad_layer(self, run: Pass) -> int | None:
