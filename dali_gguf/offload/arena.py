@@ -1,0 +1,329 @@
+"""Experts in RAM: slots of one anonymous memory, filled by direct reads, emptied by the policy.
+
+A slot belongs to an expert from the moment its read is queued; the expert counts as resident only
+when the read has ended. All tables are changed by the one thread that calls need(), hint() and
+fill(); the reader threads only count down an expert's ranges and report it.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from dali_gguf.offload.arena_stats import ArenaStats, Counters
+from dali_gguf.offload.direct_io import ModelFile
+from dali_gguf.offload.layout import layer_layouts, slot_bytes
+from dali_gguf.offload.read_queue import THREADS, Read, ReadQueue
+from dali_gguf.offload.slot_pool import HALF_LIFE
+from dali_gguf.offload.slots import RING, SlotClass, Slots
+from dali_gguf.routing import LayerExperts
+
+ABSENT, QUEUED, RESIDENT = range(3)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One expert on its way into its slot; left: ranges not yet read. wanted: a step waits for
+    it."""
+
+    key: int
+    reads: list[Read]
+    left: int
+    wanted: bool
+
+
+class ExpertArena:
+    """need(layer, ids) yields experts as they arrive; addresses(layer) tells where their bytes
+    lie."""
+
+    def __init__(self, layers: dict[int, LayerExperts], nbytes: int,
+                 half_life: float = HALF_LIFE, threads: int = THREADS, direct: bool = True):
+        layouts = {layer: layer_layouts(experts) for layer, experts in layers.items()}
+        size = {layer: slot_bytes(ones) for layer, ones in layouts.items()}
+        order = sorted(layers, key=lambda layer: (size[layer], layer))
+        self.n_expert = max(experts.n_expert for experts in layers.values())
+        self.row = {layer: row for row, layer in enumerate(order)}
+        self._first_layer = min(layers)
+        self._layouts = [layouts[layer] for layer in order]
+        sizes = np.array([size[layer] for layer in order])
+        self.slots = Slots(sizes, self.n_expert, nbytes, half_life)
+        paths = {extent.path for ones in self._layouts for one in ones for extent in one.extents}
+        self._files = {path: ModelFile(path, direct) for path in sorted(paths)}
+        n = len(layers) * self.n_expert
+        self.state = np.zeros(n, np.int8)
+        self._place = np.full(n, -1, np.int64)  # byte offset in the memory, -1: has no slot
+        self._address = np.zeros((len(layers), 3, self.n_expert), np.int64)
+        self._loads: dict[int, Load] = {}
+        self._hinted: list[set[int]] = [set() for _ in layers]
+        self._counters = Counters()
+        self._arrived: SimpleQueue[Load] = SimpleQueue()
+        self._count_down = threading.Lock()
+        self._readers = ReadQueue(self._on_read, threads)
+
+    def addresses(self, layer: int) -> np.ndarray:
+        """int64 [3, E]: where gate, up and down of each expert of the layer lie, once it is
+        there."""
+        return self._address[self.row[layer]]
+
+    def resident(self, layer: int) -> np.ndarray:
+        """bool [E]: experts of the layer that are in memory."""
+        self._settle()
+        first = self.row[layer] * self.n_expert
+        return self.state[first : first + self.n_expert] == RESIDENT
+
+    def need(self, layer: int, ids: np.ndarray, workload: np.ndarray,
+             frozen: bool = False) -> Iterator[np.ndarray]:
+        """Starts the reads of the missing experts at once; the iterator yields arrays of ids,
+        residents first, then the others as they arrive. Their bytes stay until the next array is
+        asked for.
+
+        ids int [n]; workload int [n], tokens of each. frozen (prefill): scores are left alone, and
+        missing experts pass through a few slots of their own instead of driving out the others.
+        """
+        row = self.row[layer]
+        slot_class = self.slots.of(row)
+        self._settle()
+        self._next_step(layer, frozen)
+        keys = row * self.n_expert + np.asarray(ids, np.int64)
+        slot_class.protect(keys)
+        slot_class.pool.touch(0, keys - slot_class.first_key, workload)
+        self._close_hints(row, keys)
+        state = self.state[keys]
+        here, missing = keys[state == RESIDENT], keys[state == ABSENT].tolist()
+        coming = set(keys[state == QUEUED].tolist())
+        self._count_uses(len(keys), len(here), len(missing))
+        self._promote(coming)
+        started = self._start(row, missing, wanted=True, frozen=frozen)
+        pending = missing[len(started):]
+        return self._arrivals(row, here, coming.union(started), pending, frozen)
+
+    def _arrivals(self, row: int, here: np.ndarray, coming: set[int], pending: list[int],
+                  frozen: bool) -> Iterator[np.ndarray]:
+        slot_class, first = self.slots.of(row), row * self.n_expert
+        if len(here):
+            yield here - first
+            slot_class.release(here)
+        while coming or pending:
+            if pending:
+                started = self._start(row, pending, wanted=True, frozen=frozen)
+                if not started and not coming:
+                    started = self._start(row, pending[:RING], wanted=True, frozen=False)
+                coming.update(started)
+                del pending[: len(started)]
+                if not coming:
+                    self._drop_guesses(slot_class)
+                    continue
+            arrived = np.array([key for key in self._wait() if key in coming], np.int64)
+            if len(arrived):
+                coming.difference_update(arrived.tolist())
+                yield arrived - first
+                slot_class.release(arrived)
+
+    def hint(self, layer: int, ids: np.ndarray, next_step: bool = False,
+             frozen: bool = False) -> int:
+        """Queues reads of experts that the layer will probably need; they run when the disk is
+        idle. next_step: the layer comes in the next step, not in this one. Returns how many were
+        started."""
+        self._settle()
+        row = self.row[layer]
+        keys = row * self.n_expert + np.asarray(ids, np.int64)
+        self.slots.of(row).protect(keys, int(next_step))
+        absent = keys[self.state[keys] == ABSENT].tolist()
+        started = self._start(row, absent, wanted=False, frozen=frozen)
+        self._hinted[row].update(started)
+        self._counters.hinted += len(started)
+        return len(started)
+
+    def fill(self, counts: np.ndarray | None = None, n_used: int = 1) -> int:
+        """Queues reads into all free slots for idle disk time: the most used experts by counts
+        [layers, E] (layers ascending), else the first ones of every layer. Returns how many."""
+        rows = np.argsort([self.row[layer] for layer in sorted(self.row)])
+        counts = np.zeros((len(rows), self.n_expert)) if counts is None else counts[rows]
+        before = self._counters.filled
+        for slot_class in self.slots.classes:
+            for key in slot_class.most_used(counts, n_used):
+                if self.state[key] == ABSENT and slot_class.free:
+                    self._load(key, slot_class.free.pop(), wanted=False)
+                    slot_class.fills.append(key)
+                    self._counters.filled += 1
+        return self._counters.filled - before
+
+    def wait_idle(self) -> None:
+        """Waits until everything queued has been read (for tests, benchmarks and a warm start)."""
+        while self._loads:
+            self._wait()
+
+    def stats(self) -> ArenaStats:
+        self._settle()
+        files = self._files.values()
+        return ArenaStats(
+            **dataclasses.asdict(self._counters),
+            bytes_read=self._readers.bytes_read, read_seconds=self._readers.busy_seconds,
+            short_reads=sum(f.short_reads for f in files), slots=self.slots.count,
+            arena_bytes=self.slots.nbytes, direct=all(f.direct for f in files),
+        )
+
+    def close(self) -> None:
+        self._readers.close()
+        for file in self._files.values():
+            file.close()
+        self.slots.memory.close()
+
+    def _next_step(self, layer: int, frozen: bool) -> None:
+        """The first layer begins a step: scores decay, and what was protected for the last one is
+        not."""
+        for c in self.slots.classes:
+            c.pool.frozen = frozen
+            if layer == self._first_layer:
+                c.pool.tick()
+            if not frozen:
+                c.ring.clear()
+
+    def _count_uses(self, uses: int, hits: int, misses: int) -> None:
+        c = self._counters
+        c.uses += uses
+        c.hits += hits
+        c.misses += misses
+        c.late += uses - hits - misses
+
+    def _close_hints(self, row: int, keys: np.ndarray) -> None:
+        """The hinted layer is here: count what the hints were worth, and cancel those not asked
+        for."""
+        hinted, self._hinted[row] = self._hinted[row], set()
+        used = hinted.intersection(keys.tolist())
+        self._counters.hints_used += len(used)
+        for key in hinted - used:
+            self.slots.of(row).release(np.array([key]))
+            if self._cancel(key):
+                self._counters.hints_cancelled += 1
+            else:
+                self._counters.hints_wasted += 1
+
+    def _drop_guesses(self, slot_class: SlotClass) -> None:
+        """All slots of the class hold guesses: protects them no longer, or waits for one to end."""
+        slot_class.pool.protected[:] = -1
+        if not slot_class.pool.resident.any():
+            self._wait()
+
+    def _promote(self, keys: set[int]) -> None:
+        for key in keys:
+            load = self._loads[key]
+            load.wanted = True
+            self._readers.demand([read for read in load.reads if not read.taken])
+
+    def _start(self, row: int, keys: list[int], wanted: bool, frozen: bool) -> list[int]:
+        """Queues reads for as many of the keys, in order, as there is room for; returns those."""
+        slot_class = self.slots.of(row)
+        places = self._make_room(slot_class, len(keys), frozen)
+        started = keys[: len(places)]
+        for key, place in zip(started, places):
+            self._load(key, place, wanted)
+        if frozen:
+            slot_class.ring.update(dict.fromkeys(started))
+        return started
+
+    def _load(self, key: int, place: int, wanted: bool) -> None:
+        row, e = divmod(key, self.n_expert)
+        layout, memory = self._layouts[row][e], self.slots.memory
+        view = memory.view[place : place + layout.nbytes]
+        reads = [
+            Read(self._files[x.path], x.offset, x.nbytes, view[x.at :], x.name, key)
+            for x in layout.extents
+        ]
+        self._loads[key] = Load(key, reads, len(reads), wanted)
+        self.state[key] = QUEUED
+        self._place[key] = place
+        for role in range(3):
+            self._address[row, role, e] = memory.address + place + layout.starts[role]
+        if wanted:
+            self._readers.demand(reads)
+        else:
+            self._readers.guess(reads)
+
+    def _make_room(self, slot_class: SlotClass, count: int, frozen: bool) -> list[int]:
+        """Places of up to count slots: free ones, cancelled fills, the ring's (frozen), then
+        victims."""
+        while len(slot_class.free) < count and self._cancel_fill(slot_class):
+            pass
+        short = count - len(slot_class.free)
+        if short > 0 and frozen:
+            gone = slot_class.from_ring(short)
+            growth = RING - len(slot_class.ring)
+            gone = gone or slot_class.victims(min(short, growth))
+        else:
+            gone = slot_class.victims(short)
+        for key in gone:
+            self._evict(slot_class, key)
+        return [slot_class.free.pop() for _ in range(min(count, len(slot_class.free)))]
+
+    def _evict(self, slot_class: SlotClass, key: int) -> None:
+        slot_class.pool.evict(np.array([key - slot_class.first_key]))
+        self._counters.evictions += 1
+        self._vacate(slot_class, key)
+
+    def _vacate(self, slot_class: SlotClass, key: int) -> None:
+        slot_class.ring.pop(key, None)
+        slot_class.free.append(int(self._place[key]))
+        self.state[key], self._place[key] = ABSENT, -1
+
+    def _cancel_fill(self, slot_class: SlotClass) -> bool:
+        """Gives up the least wanted fill that no thread has begun."""
+        while slot_class.fills:
+            key = slot_class.fills.pop()
+            load = self._loads.get(key)
+            if load is not None and not load.wanted and self._cancel(key):
+                self._counters.filled -= 1
+                return True
+        return False
+
+    def _cancel(self, key: int) -> bool:
+        load = self._loads.get(key)
+        if load is None or not self._readers.cancel(load.reads):
+            return False
+        del self._loads[key]
+        self._vacate(self.slots.of(key // self.n_expert), key)
+        return True
+
+    def _on_read(self, read: Read) -> None:
+        """On a reader's thread: the last range of an expert reports it."""
+        load = self._loads[read.owner]
+        with self._count_down:
+            load.left -= 1
+            last = load.left == 0
+        if last:
+            self._arrived.put(load)
+
+    def _settle(self) -> None:
+        """Takes note of what has arrived meanwhile."""
+        while not self._arrived.empty():
+            self._take_note(self._arrived.get())
+
+    def _wait(self) -> list[int]:
+        """Blocks until an expert arrives; returns it and those that came with it."""
+        assert self._loads, "waiting for an expert that nobody reads"
+        start = time.perf_counter()
+        load = self._arrived.get()
+        self._counters.wait_seconds += time.perf_counter() - start
+        arrived = [self._take_note(load)]
+        while not self._arrived.empty():
+            arrived.append(self._take_note(self._arrived.get()))
+        return arrived
+
+    def _take_note(self, load: Load) -> int:
+        """The load has ended: its expert is resident, or, if a range failed, absent again."""
+        slot_class = self.slots.of(load.key // self.n_expert)
+        del self._loads[load.key]
+        error = next((read.error for read in load.reads if read.error is not None), None)
+        if error is None:
+            self.state[load.key] = RESIDENT
+            slot_class.pool.insert(np.array([load.key - slot_class.first_key]))
+            return load.key
+        self._vacate(slot_class, load.key)
+        if load.wanted:
+            raise error
+        self._counters.failed_guesses += 1  # if it is needed later it is read, and reported, again
+        return load.key
