@@ -16,7 +16,7 @@ import numpy as np
 
 from dali_gguf.offload.arena_stats import ArenaStats, Counters
 from dali_gguf.offload.direct_io import ModelFile
-from dali_gguf.offload.layout import layer_layouts, slot_bytes
+from dali_gguf.offload.layout import layer_layouts, slot_sizes
 from dali_gguf.offload.read_queue import THREADS, Read, ReadQueue
 from dali_gguf.offload.slot_pool import HALF_LIFE
 from dali_gguf.offload.slots import RING, SlotClass, Slots
@@ -42,13 +42,12 @@ class ExpertArena:
 
     def __init__(self, layers: dict[int, LayerExperts], nbytes: int,
                  half_life: float = HALF_LIFE, threads: int = THREADS, direct: bool = True):
-        layouts = {layer: layer_layouts(experts) for layer, experts in layers.items()}
-        size = {layer: slot_bytes(ones) for layer, ones in layouts.items()}
+        size = slot_sizes(layers)
         order = sorted(layers, key=lambda layer: (size[layer], layer))
         self.n_expert = max(experts.n_expert for experts in layers.values())
         self.row = {layer: row for row, layer in enumerate(order)}
         self._first_layer = min(layers)
-        self._layouts = [layouts[layer] for layer in order]
+        self._layouts = [layer_layouts(layers[layer]) for layer in order]
         sizes = np.array([size[layer] for layer in order])
         self.slots = Slots(sizes, self.n_expert, nbytes, half_life)
         paths = {extent.path for ones in self._layouts for one in ones for extent in one.extents}

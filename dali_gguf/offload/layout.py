@@ -56,6 +56,11 @@ def layer_layouts(experts: LayerExperts) -> list[ExpertLayout]:
     return [lay_out(experts.matrices(e)) for e in range(experts.n_expert)]
 
 
-def slot_bytes(layouts: list[ExpertLayout]) -> int:
-    """Size of a slot that any expert of the layer fits in."""
-    return max(layout.nbytes for layout in layouts)
+def slot_sizes(layers: dict[int, LayerExperts]) -> dict[int, int]:
+    """Slot size of each layer, the same for layers whose experts have the same size: where a range
+    lies in its first page must not split them into classes."""
+    slot: dict[int, int] = {}
+    for experts in layers.values():
+        fits = max(layout.nbytes for layout in layer_layouts(experts))
+        slot[experts.expert_bytes()] = max(fits, slot.get(experts.expert_bytes(), 0))
+    return {layer: slot[experts.expert_bytes()] for layer, experts in layers.items()}

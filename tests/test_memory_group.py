@@ -1,0 +1,67 @@
+"""The disk tier inside a memory group: the budget it finds is never exceeded (that would be a
+kill)."""
+
+import json
+import sys
+
+import pytest
+
+from tests.memory_group import MemoryGroup
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(not MemoryGroup.usable(), reason="needs root and a writable memory group"),
+]
+
+CHILD = """
+import json, sys
+import numpy as np
+from gguf import GGMLQuantizationType as Q
+from dali_gguf.offload import budget
+from dali_gguf.offload.arena import ExpertArena
+from dali_gguf.routing import LayerExperts
+from dali_gguf.tensor import Tensor
+
+path, n_layer, n_expert, nbytes, direct = sys.argv[1], 4, 16, 1 << 20, sys.argv[2] == "direct"
+bytes_of = np.zeros(0, np.uint8)
+def matrix(i):
+    return Tensor(f"m{i}", Q.F32, (512, 512), np.broadcast_to(np.uint8(0), nbytes), path, 512 + i *
+    nbytes) layers = {}
+for layer in range(n_layer):
+    first = layer * 3 * n_expert
+    roles = [tuple(matrix(first + role * n_expert + e) for e in range(n_expert)) for role in
+    range(3)] layers[layer] = LayerExperts(layer, *roles)
+def work(arena):
+    for step in range(8):
+        for layer in layers:
+            ids = np.arange(n_expert) if step % 4 == 3 else np.arange(4) + step
+            for _ in arena.need(layer, ids, np.ones(len(ids), np.int64), frozen=step % 4 == 3):
+                pass
+tiny = ExpertArena(layers, 8 * 3200 * 1024)
+work(tiny)
+tiny.close()
+room = budget.available()
+arena = ExpertArena(layers, room.nbytes * 95 // 100, direct=direct)
+arena.fill()
+arena.wait_idle()
+work(arena)
+s = arena.stats()
+print(json.dumps({"source": room.source, "arena": s.arena_bytes, "misses": s.misses, "hits": s.hits,
+                  "everything": 3 * nbytes * n_layer * n_expert, "direct": s.direct}))
+"""
+
+
+@pytest.mark.parametrize("way", ["direct", "buffered"])
+def test_the_arena_fits_the_room_that_the_group_leaves(tmp_path, way):
+    path = tmp_path / "experts.bin"
+    with open(path, "wb") as file:
+        file.truncate(512 + (4 * 16 * 3 << 20))
+    with MemoryGroup("arena", 160 << 20) as group:
+        command = [sys.executable, "-c", CHILD, str(path), way]
+        done = group.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+        assert group.kills == 0 and group.peak <= group.limit
+    result = json.loads(done.stdout)
+    assert "dali-arena" in result["source"]
+    assert result["arena"] < result["everything"]
+    assert result["misses"] > 0, "nothing was missed: the limit did not bind, so this tested nothing"
