@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints to GGUF, and GGUF to smaller GGUF."""
