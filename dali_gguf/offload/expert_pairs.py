@@ -1,0 +1,114 @@
+"""Sorts a step's (token, slot) pairs by expert, for the experts that one device computes.
+
+The result is one int64 table that a GPU gets in one transfer. With n experts, P of their pairs, T
+tokens and A slots a token, its parts follow each other:
+    at [n]          byte offset of the expert's matrices in the device's slots
+    expert [n]      its id (for biases)
+    first [n + 1]   its pairs are first[j] .. first[j + 1]
+    source [P]      token of each pair
+    place [T * A]   pair of each (token, slot), -1 if the expert is not among the n
+    weights [T * A] router weights, as float32 two to a number
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def _fill(expert_ids, weights, experts, at, job_of, table):
+    """Writes the table; returns (P, most pairs of one expert)."""
+    n, n_token, n_used = experts.size, expert_ids.shape[0], expert_ids.shape[1]
+    job_of[:] = -1
+    first = table[2 * n : 3 * n + 1]
+    first[:] = 0
+    for j in range(n):
+        job_of[experts[j]] = j
+        table[j], table[n + j] = at[j], experts[j]
+    for t in range(n_token):
+        for a in range(n_used):
+            j = job_of[expert_ids[t, a]]
+            if j >= 0:
+                first[j + 1] += 1
+    most = 0
+    for j in range(n):
+        most = max(most, first[j + 1])
+        first[j + 1] += first[j]
+    total = first[n]
+    source = table[3 * n + 1 : 3 * n + 1 + total]
+    place = table[3 * n + 1 + total : 3 * n + 1 + total + n_token * n_used]
+    cursor = first[:n].copy()
+    for t in range(n_token):
+        for a in range(n_used):
+            j = job_of[expert_ids[t, a]]
+            place[t * n_used + a] = cursor[j] if j >= 0 else -1
+            if j >= 0:
+                source[cursor[j]] = t
+                cursor[j] += 1
+    tail = table[3 * n + 1 + total + n_token * n_used :].view(np.float32)
+    for t in range(n_token):
+        for a in range(n_used):
+            tail[t * n_used + a] = weights[t, a]
+    return total, most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """table int64 [size] in host memory (a view of the builder's buffer, valid until its next
+    build), and where its parts begin."""
+
+    table: np.ndarray
+    n_jobs: int
+    n_pairs: int
+    most: int
+    n_token: int
+    n_used: int
+
+    @property
+    def at_expert(self) -> int:
+        return self.n_jobs
+
+    @property
+    def at_first(self) -> int:
+        return 2 * self.n_jobs
+
+    @property
+    def at_source(self) -> int:
+        return 3 * self.n_jobs + 1
+
+    @property
+    def at_place(self) -> int:
+        return self.at_source + self.n_pairs
+
+    @property
+    def at_weights(self) -> int:
+        return self.at_place + self.n_token * self.n_used
+
+    @property
+    def size(self) -> int:
+        return self.at_weights + (self.n_token * self.n_used + 1) // 2
+
+
+class PairBuilder:
+    """Builds tables in one buffer, int64 numpy, that grows when it must."""
+
+    def __init__(self, n_expert: int):
+        self.job_of = np.empty(n_expert, np.int64)
+        self.buffer = np.empty(1024, np.int64)
+
+    def room(self, n_jobs: int, n_token: int, n_used: int) -> int:
+        """Most numbers a table of this step can take."""
+        slots = n_token * n_used
+        return 3 * n_jobs + 1 + 2 * slots + (slots + 1) // 2
+
+    def build(self, expert_ids: np.ndarray, weights: np.ndarray, experts: np.ndarray,
+              at: np.ndarray) -> Pairs:
+        """expert_ids int32 [T, A], weights float32 [T, A], experts int64 [n], at int64 [n]."""
+        n_token, n_used = expert_ids.shape
+        most_size = self.room(len(experts), n_token, n_used)
+        if most_size > self.buffer.size:
+            self.buffer = np.empty(2 * most_size, np.int64)
+        total, most = _fill(expert_ids, weights, experts, at, self.job_of, self.buffer[:most_size])
+        pairs = Pairs(self.buffer, len(experts), total, most, n_token, n_used)
+        return Pairs(self.buffer[: pairs.size], len(experts), total, most, n_token, n_used)

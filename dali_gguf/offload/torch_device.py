@@ -1,0 +1,211 @@
+"""The Device protocol on a torch device: a CUDA card, or the CPU standing in for one (cpu-torch).
+
+Weights keep their GGUF blocks. A product runs in a fused Triton kernel where the type has one and
+Triton is there; otherwise the matrix is dequantized first, which is slower but always right.
+Arrays are float32 torch tensors. Shapes as in dali_gguf/device.py.
+"""
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor as Array
+from torch.nn import functional as F
+
+from dali_gguf import router
+from dali_gguf.device import RopeParams, Step
+from dali_gguf.errors import UnsupportedError
+from dali_gguf.offload import torch_attention, torch_moe
+from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
+from dali_gguf.offload.torch_attention import TorchKV
+from dali_gguf.routing import LayerExperts, Routing
+from dali_gguf.tensor import Tensor
+
+
+class TorchWeight:
+    """A matrix [.., rows, cols] whose GGUF blocks lie on the device from their first product on
+    (an embedding table that is only looked up stays in the file)."""
+
+    __slots__ = ("tensor", "device", "_data")
+
+    def __init__(self, tensor: Tensor, device: torch.device):
+        self.tensor, self.device, self._data = tensor, device, None
+
+    @property
+    def data(self) -> Array:
+        """uint8 [nbytes] on the device."""
+        if self._data is None:
+            self._data = upload(self.tensor.data, self.device)
+        return self._data
+
+    def dense(self) -> Array:
+        """float32 in the weight's shape."""
+        t = self.tensor
+        if t.type == GGMLQuantizationType.F32:
+            return self.data.view(torch.float32).reshape(t.shape)
+        return dequantize(self.data, t.type, t.nbytes // t.row_bytes, t.cols).reshape(t.shape)
+
+
+class TorchDevice:
+    """device: where everything lies. fused: Triton kernels (None: where they can run)."""
+
+    def __init__(self, device: torch.device, fused: bool | None = None):
+        self.device = device
+        self.name = str(device) if device.type == "cuda" else "cpu-torch"
+        self.kernels = _triton(device, fused)
+        self._step: Step | None = None  # the step that _places belongs to
+        self._places: tuple[Array, Array] | None = None
+        self._turn: tuple | None = None  # the rope and positions that _angles belongs to
+        self._angles: tuple[Array, Array] | None = None
+        self._pairs: dict[int, torch_moe.PairTable] = {}  # by number of experts
+        self._experts: dict[int, torch_moe.DeviceExperts] = {}  # by layer
+
+    # ---- weights ---------------------------------------------------------------------------
+
+    def weight(self, tensor: Tensor) -> TorchWeight:
+        if tensor.type not in DECODERS:
+            raise UnsupportedError(f"{tensor.name} has the type {tensor.type.name}, which the GPU "
+                                   "path does not read: use --device cpu")
+        return TorchWeight(tensor, self.device)
+
+    def vector(self, tensor: Tensor) -> Array:
+        return self.weight(tensor).dense()
+
+    def embed(self, ids: np.ndarray, table: TorchWeight) -> Array:
+        t = table.tensor
+        rows = t.data.reshape(-1, t.row_bytes)[ids]
+        return dequantize(self.from_host(rows), t.type, len(ids), t.cols)
+
+    # ---- products --------------------------------------------------------------------------
+
+    def matmul(self, x: Array, *weights: TorchWeight) -> tuple[Array, ...]:
+        return tuple(self._product(x, w) for w in weights)
+
+    def _product(self, x: Array, w: TorchWeight) -> Array:
+        t = w.tensor
+        if self.kernels is not None and self.kernels.supports(t.type, t.cols):
+            return self.kernels.matmul(x, w.data, t.type, t.rows)
+        return F.linear(x, w.dense())
+
+    def batched_matmul(self, x: Array, weight: TorchWeight) -> Array:
+        return torch.einsum("thn,hmn->thm", x, weight.dense())
+
+    # ---- elementwise -----------------------------------------------------------------------
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def rope(self, x: Array, positions: np.ndarray, params: RopeParams) -> Array:
+        n = params.n_rot
+        cos, sin = self._cos_sin(positions, params)
+        part = x[..., :n]
+        if params.interleaved:
+            a, b = part[..., 0::2], part[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        else:
+            a, b = part[..., : n // 2], part[..., n // 2 :]
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return turned if n == x.shape[-1] else torch.cat([turned, x[..., n:]], -1)
+
+    def _cos_sin(self, positions: np.ndarray, params: RopeParams) -> tuple[Array, Array]:
+        """[T, 1, n_rot/2] each: the same for every layer of a step, so made once."""
+        if self._turn is None or self._turn[0] is not params or self._turn[1] is not positions:
+            angle = positions[:, None, None] * params.inv_freq
+            both = np.stack([np.cos(angle), np.sin(angle)]) * params.magnitude
+            both = self.from_host(both.astype(np.float32))
+            self._turn, self._angles = (params, positions), (both[0], both[1])
+        return self._angles
+
+    def concat(self, *arrays: Array) -> Array:
+        """Along the last axis, the other axes broadcast."""
+        lead = torch.broadcast_shapes(*(a.shape[:-1] for a in arrays))
+        return torch.cat([a.expand(*lead, a.shape[-1]) for a in arrays], dim=-1)
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        return F.silu(gate) * up
+
+    def sigmoid(self, x: Array) -> Array:
+        return x.sigmoid()
+
+    # ---- attention -------------------------------------------------------------------------
+
+    def new_kv_cache(self, n_layer: int, n_seq: int, n_ctx: int, n_head_kv: int, k_size: int,
+                     v_size: int, kv_type: str) -> TorchKV:
+        return TorchKV(self.device, n_layer, n_seq, n_ctx, n_head_kv, k_size, v_size, kv_type)
+
+    def attention(self, q: Array, k: Array, v: Array | None, cache: TorchKV, layer: int, step: Step,
+                  scale: float, window: int = 0, sinks: Array | None = None,
+                  v_size: int = 0) -> Array:
+        if self._step is not step:  # once a step, not once a layer
+            self._step, self._places = step, (self._index(step.sequences), self._index(step.positions))
+        cache.store(layer, *self._places, k, v)
+        out = [
+            torch_attention.attend(q[a:b], cache, layer, int(step.sequences[a]),
+                                   step.positions[a:b], scale, window, sinks, v_size)
+            for a, b in torch_attention.runs(step.sequences)
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    # ---- experts ---------------------------------------------------------------------------
+
+    def route(self, logits: Array, n_used: int, rule: router.RouterRule) -> Routing:
+        return router.route(self.to_host(logits), n_used, rule)
+
+    def moe(self, x: Array, routing: Routing, experts: LayerExperts) -> Array:
+        """All experts of a step, copied to the device first: no slots, nothing is kept."""
+        e = self.experts(experts)
+        ids = np.flatnonzero(routing.workload)
+        at = np.arange(len(ids), dtype=np.int64) * e.layout.nbytes
+        memory = torch.empty(len(ids) * e.layout.nbytes, dtype=torch.uint8, device=self.device)
+        for start, expert in zip(at.tolist(), ids.tolist()):
+            for m, tensor in zip(e.layout.matrices, experts.matrices(expert)):
+                place = memory[start + m.at : start + m.at + m.nbytes]
+                place.copy_(torch.from_numpy(np.array(tensor.data)))
+        return self.compute(x, memory, e, routing, ids, at)
+
+    def experts(self, experts: LayerExperts) -> torch_moe.DeviceExperts:
+        """Layout and biases of a layer's experts, made once."""
+        if experts.layer not in self._experts:
+            self._experts[experts.layer] = torch_moe.DeviceExperts(self.device, experts)
+        return self._experts[experts.layer]
+
+    def compute(self, x: Array, memory: Array, e: torch_moe.DeviceExperts, routing: Routing,
+                ids: np.ndarray, at: np.ndarray) -> Array:
+        """The part of a layer that experts ids int64 [n] at byte offsets `at` of memory have."""
+        n_expert = len(routing.workload)
+        if n_expert not in self._pairs:
+            self._pairs[n_expert] = torch_moe.PairTable(self.device, n_expert)
+        return torch_moe.compute(self.kernels, x, memory, e, self._pairs[n_expert], routing, ids, at)
+
+    def to_host(self, x: Array) -> np.ndarray:
+        return x.detach().float().cpu().numpy()
+
+    def from_host(self, x: np.ndarray) -> Array:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
+
+    def _index(self, ids: np.ndarray) -> Array:
+        return torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
+
+    def close(self) -> None:
+        self._experts, self._pairs, self._places, self._angles = {}, {}, None, None
+        self._step = self._turn = None
+
+
+def upload(data: np.ndarray, device: torch.device) -> Array:
+    """uint8 bytes of a mapped file as a tensor on the device; on the CPU a copy as well, since a
+    mapped file is read-only."""
+    out = torch.empty(data.size, dtype=torch.uint8, device=device)
+    piece = 64 << 20  # one staging copy at a time: a mapped file cannot be pinned
+    for at in range(0, data.size, piece):
+        out[at : at + piece].copy_(torch.from_numpy(np.array(data[at : at + piece])))
+    return out
+
+
+def _triton(device: torch.device, fused: bool | None):
+    """The module of fused kernels, or None: not wanted, Triton missing, or nothing to run it."""
+    if fused is False or (fused is None and device.type != "cuda"):
+        return None
+    try:
+        from dali_gguf.offload import triton_matmul
+    except ImportError:
+        return None
+    return triton_matmul
