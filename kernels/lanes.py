@@ -223,6 +223,42 @@ def bytes_of_u64(typing, x):
     return Vec("i8", 8)(types.uint64), gen
 
 
+@intrinsic
+def first_lane(typing, x):
+    """Lane 0 of an f32 vector."""
+
+    def gen(context, b, sig, args):
+        return b.extract_element(args[0], ir.Constant(I32, 0))
+
+    return types.float32(x), gen
+
+
+@intrinsic
+def bits_to_bytes(typing, x):
+    """uint32 -> i8x32: byte i is bit i."""
+
+    def gen(context, b, sig, args):
+        bits = b.bitcast(args[0], ir.VectorType(ir.IntType(1), 32))
+        return b.zext(bits, ir.VectorType(I8, 32))
+
+    return Vec("i8", 32)(types.uint32), gen
+
+
+@intrinsic
+def power_of_two(typing, x):
+    """i8x8 exponents e -> 2^(e-128) as f32 (MXFP4's scale, halved for the doubled codes)."""
+
+    def gen(context, b, sig, args):
+        wide = ir.VectorType(I32, 8)
+        e = b.zext(args[0], wide)
+        normal = b.shl(b.sub(e, const("i32", [1] * 8)), const("i32", [23] * 8))
+        tiny = b.shl(const("i32", [0x00200000] * 8), b.and_(e, const("i32", [1] * 8)))
+        bits = b.select(b.icmp_unsigned("<", e, const("i32", [2] * 8)), tiny, normal)
+        return b.bitcast(bits, ir.VectorType(F32, 8))
+
+    return Vec("f32", 8)(x), gen
+
+
 def _gather8(elem, ir_type):
     """An intrinsic: 8 elements at address + i * stride."""
     vec = Vec(elem, 8)

@@ -195,12 +195,12 @@ v_fdiv = _elementwise("fdiv")
 
 
 def _shift(op):
-    @intrinsic(prefer_literal=True)
+    @intrinsic
     def f(typing, x, count):
-        k = count.literal_value
-
         def gen(context, b, sig, args):
-            return getattr(b, op)(args[0], const(x.elem, [k] * x.n))
+            k = context.cast(b, args[1], sig.args[1], types.int64)
+            k = k if x.elem == "i64" else b.trunc(k, ELEMENTS[x.elem])
+            return getattr(b, op)(args[0], splat_ir(b, k, x.n))
 
         return x(x, count), gen
 
@@ -226,7 +226,7 @@ def _float_call(name, count):
 
 v_abs, v_round, v_sqrt = (_float_call(n, 1) for n in ("fabs", "nearbyint", "sqrt"))
 v_floor = _float_call("floor", 1)
-v_min, v_max = _float_call("minnum", 2), _float_call("maxnum", 2)
+v_min, v_max, v_copysign = (_float_call(n, 2) for n in ("minnum", "maxnum", "copysign"))
 v_fma = _float_call("fma", 3)
 
 
@@ -255,3 +255,4 @@ def _splat(elem, n, numba_type):
 
 splat_f32x8, splat_i32x8 = _splat("f32", 8, types.float32), _splat("i32", 8, types.int32)
 splat_i16x16, splat_i8x32 = _splat("i16", 16, types.int16), _splat("i8", 32, types.uint8)
+splat_i8x16 = _splat("i8", 16, types.uint8)

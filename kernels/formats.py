@@ -1,0 +1,123 @@
+"""The weight types the engine reads, and their compiled products, made on first use.
+
+A template (blocks32.py, blocks256.py, floats.py, rows.py) becomes a kernel of one type by copying
+its functions with the type's names as their globals. A closure would do the same, but Numba cannot
+cache closures over compiled functions; a copy under a name of its own is cached like any function.
+"""
+
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+
+from gguf import GGMLQuantizationType as Q
+from numba import cfunc, types
+
+from dali_gguf.errors import UnsupportedError
+from dali_gguf.kernels import (
+    bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k, q4_0, q4_1,
+    q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
+)
+from dali_gguf.kernels.panel import tile_dot
+from dali_gguf.kernels.quantize import FLOAT, Q8, QK
+from dali_gguf.kernels.simd import OPTIONS, inline, jit
+
+ROWS_SIGNATURE = types.void(*(types.intp,) * 10)
+EXPAND_SIGNATURE = types.void(*(types.intp,) * 4)
+# from how many tokens on the weights are unpacked first (measured: the unpacking of 16 rows costs
+# about as much as one token's products)
+MATMAT_FROM = 3
+
+_TEMPLATES = {FLOAT: floats, Q8: blocks32, QK: blocks256}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One ggml type: how its activations are quantized (FLOAT, Q8 or QK) and its module."""
+
+    type: Q
+    kind: int
+    module: ModuleType
+
+    @property
+    def name(self) -> str:
+        return self.type.name.lower()
+
+
+FORMATS = {
+    f.type: f
+    for f in (
+        Format(Q.F32, FLOAT, f32), Format(Q.F16, FLOAT, f16), Format(Q.BF16, FLOAT, bf16),
+        Format(Q.Q8_0, Q8, q8_0), Format(Q.Q4_0, Q8, q4_0), Format(Q.Q4_1, Q8, q4_1),
+        Format(Q.Q5_0, Q8, q5_0), Format(Q.Q5_1, Q8, q5_1), Format(Q.IQ4_NL, Q8, iq4_nl),
+        Format(Q.MXFP4, Q8, mxfp4), Format(Q.Q2_K, QK, q2_k), Format(Q.Q3_K, QK, q3_k),
+        Format(Q.Q4_K, QK, q4_k), Format(Q.Q5_K, QK, q5_k), Format(Q.Q6_K, QK, q6_k),
+        Format(Q.IQ4_XS, QK, iq4_xs),
+    )
+}
+_compiled: dict = {}
+
+
+def format_of(ggml_type: Q, tensor_name: str) -> Format:
+    """Raises UnsupportedError naming the tensor when the type is not read."""
+    if ggml_type not in FORMATS:
+        known = " ".join(t.name for t in FORMATS)
+        raise UnsupportedError(
+            f"tensor {tensor_name} has type {ggml_type.name}, which is not supported (known: {known})"
+        )
+    return FORMATS[ggml_type]
+
+
+def _copy(function, name: str, namespace: dict):
+    """The function under another name, its globals looked up in namespace."""
+    copy = FunctionType(function.__code__, namespace, name)
+    copy.__qualname__, copy.__module__ = name, function.__module__
+    copy.__defaults__ = function.__defaults__
+    return copy
+
+
+def _namespace(fmt: Format) -> dict:
+    """Globals for the copies: the templates' own, the type's, and what follows from it."""
+    template = _TEMPLATES[fmt.kind]
+    names = {**vars(rows), **vars(template), **vars(fmt.module)}
+    names["WEIGHTS"] = {FLOAT: 1, Q8: 32, QK: 256}[fmt.kind]
+    names["MATMAT_FROM"] = MATMAT_FROM
+    if fmt.kind != FLOAT:
+        sub = 32 if fmt.kind == Q8 else fmt.module.SUB
+        widen_after = max(1, min(sub // 4, 32767 // (2 * 127 * fmt.module.MAX_CODE)))
+        names["tile"] = tile_dot(sub, fmt.module.SIGNED, widen_after, fmt.kind == QK)
+    return names
+
+
+def _instantiate(fmt: Format, template: ModuleType, names: dict) -> None:
+    for function in template.TEMPLATES:
+        decorate = jit if template is rows else inline
+        copy = _copy(function, f"{function.__name__}_{fmt.name}", names)
+        names[function.__name__] = decorate(copy)
+
+
+def _callback(function, signature) -> int:
+    options = {k: v for k, v in OPTIONS.items() if k != "nogil"}
+    compiled = cfunc(signature, **options)(function)
+    _compiled[function.__qualname__] = compiled  # keeps the machine code alive
+    return compiled.address
+
+
+def rows_address(fmt: Format) -> int:
+    """Address of the type's rows() (rows.py says what it takes); compiled on first use."""
+    key = (fmt.type, "rows")
+    if key not in _compiled:
+        names = _namespace(fmt)
+        _instantiate(fmt, _TEMPLATES[fmt.kind], names)
+        if fmt.kind != FLOAT:
+            _instantiate(fmt, rows, names)
+        _compiled[key] = _callback(_copy(names["rows"], f"rows_{fmt.name}", names), ROWS_SIGNATURE)
+    return _compiled[key]
+
+
+def expand_address(fmt: Format) -> int:
+    """Address of expand(p, n, out, scratch): n weights at p dequantized to float32 at out."""
+    key = (fmt.type, "expand")
+    if key not in _compiled:
+        names = _namespace(fmt)
+        copy = _copy(_TEMPLATES[fmt.kind].expand, f"expand_{fmt.name}", names)
+        _compiled[key] = _callback(copy, EXPAND_SIGNATURE)
+    return _compiled[key]

@@ -1,0 +1,32 @@
+"""IQ4_NL: 32 weights in 18 bytes: d half | 16 bytes of nibbles that index a fixed table."""
+
+import numpy as np
+
+from dali_gguf.kernels.lanes import gather_i16x8, half_to_float, lookup, nibbles
+from dali_gguf.kernels.simd import inline, load_i8x16
+
+BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 18, True, 128, 0, False
+
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's
+
+_table = lookup(TABLE)
+
+
+def reference(blocks):
+    """uint8 [n, 18] -> float32 [n, 32]."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    q = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+    return d * np.array(TABLE, np.float32)[q]
+
+
+@inline
+def codes(p):
+    return _table(nibbles(load_i8x16(p + 2)))
+
+
+@inline
+def scales8(p, stride):
+    return half_to_float(gather_i16x8(p, stride))
+
+
+mins8 = scales8

@@ -1,0 +1,58 @@
+"""IQ4_XS: 256 weights in 136 bytes: d half, high scale bits uint16, 4 bytes of low scale bits, nibbles.
+
+weight = d * (scale - 32) * table[q] with IQ4_NL's table, one 6-bit scale for 32 weights.
+"""
+
+import numpy as np
+
+from dali_gguf.kernels.blocks256 import NO_MIN
+from dali_gguf.kernels.iq4_nl import TABLE
+from dali_gguf.kernels.lanes import (
+    bytes_of_u64, gather_i16x8, half_to_float, lookup, nibbles, sign_extend_i16,
+)
+from dali_gguf.kernels.q4_k import twice
+from dali_gguf.kernels.simd import inline, load_i8x16, load_u16, load_u32, splat_i16x16, v_sub
+
+BYTES, SIGNED, MAX_CODE, SUB, MIN = 136, True, 128, 32, NO_MIN
+
+_table = lookup(TABLE)
+
+
+def reference(blocks):
+    """uint8 [n, 136] -> float32 [n, 256]."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)[:, :, None]
+    high = blocks[:, 2:4].copy().view(np.uint16) >> np.arange(0, 16, 2).reshape(1, 8) & 3
+    low = (blocks[:, 4:8, None] >> np.array([0, 4]).reshape(1, 1, 2) & 15).reshape(-1, 8)
+    scales = (low | high << 4).astype(np.int32) - 32
+    packed = blocks[:, 8:].reshape(-1, 8, 16)
+    q = np.concatenate([packed & 15, packed >> 4], axis=2)
+    return (d * scales[..., None] * np.array(TABLE, np.float32)[q]).astype(np.float32).reshape(-1, 256)
+
+
+@inline
+def codes(p, j):
+    return _table(nibbles(load_i8x16(p + 8 + 16 * j)))
+
+
+@inline
+def scales16(p):
+    low, high = np.uint64(load_u32(p + 4)), np.uint64(load_u16(p + 2))
+    scales = np.uint64(0)
+    for j in range(8):
+        four = (low >> np.uint64(4 * j)) & np.uint64(15)
+        two = (high >> np.uint64(2 * j)) & np.uint64(3)
+        scales |= (four | two << np.uint64(4)) << np.uint64(8 * j)
+    return v_sub(twice(sign_extend_i16(bytes_of_u64(scales))), splat_i16x16(np.int16(32)))
+
+
+@inline
+def mins16(p):
+    return scales16(p)
+
+
+@inline
+def scales8(p, stride):
+    return half_to_float(gather_i16x8(p, stride))
+
+
+mins8 = scales8

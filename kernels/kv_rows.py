@@ -1,0 +1,121 @@
+"""Rows of the key/value cache: quantizing, and dequantizing a block of them for many queries.
+
+Blocks of BLOCK keys become float32 panels (products.py): keys transposed, so that a column is a
+key, values as they are.
+"""
+
+import numpy as np
+
+from dali_gguf.kernels.lanes import (
+    constant, half_to_float, narrow_i8, sign_extend_i32, to_f32, to_i32, zero_f32x8,
+)
+from dali_gguf.kernels.products import PANEL
+from dali_gguf.kernels.records import merged
+from dali_gguf.kernels.simd import (
+    jit, load_f16, load_f32, load_f32x8, load_i8x8, load_i16x8, splat_f32x8, store, v_abs,
+    v_copysign, v_fadd, v_fmul,
+)
+from dali_gguf.kernels.vmath import (
+    float_to_half, half_of_float, largest_lane, transpose_8x8, v_larger,
+)
+
+BLOCK = 64  # keys of a block: part of the order of summation, so a change changes last bits
+F32_ROWS, F16_ROWS, Q8_0_ROWS = 0, 1, 2  # formats of a cache row
+
+
+@jit
+def dequantize_row(kind, source, n, target):
+    """n float32 at target from a cache row at source."""
+    i = 0
+    if kind == F16_ROWS:
+        while i + 8 <= n:
+            store(target + 4 * i, half_to_float(load_i16x8(source + 2 * i)))
+            i += 8
+        while i < n:
+            store(target + 4 * i, load_f16(source + 2 * i))
+            i += 1
+    elif kind == Q8_0_ROWS:
+        while i < n:  # blocks of 32: a half scale, then 32 int8
+            scale = splat_f32x8(load_f16(source))
+            for j in range(0, 32, 8):
+                codes = to_f32(sign_extend_i32(load_i8x8(source + 2 + j)))
+                store(target + 4 * (i + j), v_fmul(codes, scale))
+            source += 34
+            i += 32
+    else:
+        while i + 8 <= n:
+            store(target + 4 * i, load_f32x8(source + 4 * i))
+            i += 8
+        while i < n:
+            store(target + 4 * i, load_f32(source + 4 * i))
+            i += 1
+
+
+_below_half = constant("f32", [0.49999997] * 8)
+
+
+@merged
+def _quantize_block(source, target):
+    """32 float32 to a Q8_0 block: scale = max |x| / 127 as a half, codes rounded half away from 0."""
+    largest = zero_f32x8()
+    for j in range(0, 128, 32):
+        largest = v_larger(v_abs(load_f32x8(source + j)), largest)
+    scale = largest_lane(largest) / np.float32(127)
+    inverse = splat_f32x8(np.float32(1) / scale if scale > 0 else np.float32(0))
+    store(target, half_of_float(scale))
+    for j in range(4):
+        x = v_fmul(load_f32x8(source + 32 * j), inverse)
+        codes = to_i32(v_fadd(x, v_copysign(_below_half(), x)))
+        store(target + 2 + 8 * j, narrow_i8(codes))
+
+
+@merged
+def store_row(kind, source, n, target):
+    """n float32 at source as a cache row at target."""
+    i = 0
+    if kind == F16_ROWS:
+        while i + 8 <= n:
+            store(target + 2 * i, float_to_half(load_f32x8(source + 4 * i)))
+            i += 8
+        while i < n:
+            store(target + 2 * i, half_of_float(load_f32(source + 4 * i)))
+            i += 1
+    elif kind == Q8_0_ROWS:
+        while i < n:
+            _quantize_block(source + 4 * i, target + i // 32 * 34)
+            i += 32
+    else:
+        while i < n:
+            store(target + 4 * i, load_f32(source + 4 * i))
+            i += 1
+
+
+@merged
+def load_keys(kind, source, stride, keys, size, rows, target):
+    """Rows of `keys` keys as panels: element k of key i at panel i // 16, row k, column i % 16.
+
+    rows: scratch for eight dequantized keys. Columns beyond the keys hold anything.
+    """
+    padded = (size + 7) // 8 * 8
+    for first in range(0, keys, 8):
+        for i in range(first, min(first + 8, keys)):
+            dequantize_row(kind, source + i * stride, size, rows + (i - first) * 4 * padded)
+        panel = target + first // PANEL * 64 * padded + first % PANEL * 4
+        for k in range(0, padded, 8):
+            transpose_8x8(rows + 4 * k, 4 * padded, panel + 64 * k, 64)
+
+
+@merged
+def load_values(kind, source, stride, keys, size, row, target):
+    """Rows of `keys` values as panels of BLOCK rows: 16 columns each. row: scratch for one row.
+
+    size <= the cache row's length (MLA reads values from the front of keys); row has size rounded
+    up to a panel.
+    """
+    for i in range(keys):
+        dequantize_row(kind, source + i * stride, size, row)
+        at = target + 64 * i
+        for k in range(0, size, PANEL):
+            store(at, load_f32x8(row + 4 * k))
+            store(at + 32, load_f32x8(row + 4 * k + 32))
+            at += 64 * BLOCK

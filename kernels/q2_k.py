@@ -1,0 +1,50 @@
+"""Q2_K: 256 weights in 84 bytes: 16 bytes of scale | min nibbles, 64 bytes of 2-bit codes, d, dmin.
+
+weight = d * scale * q - dmin * min, one scale and min for 16 weights. Byte l of half h holds the
+codes of weights 128h + l + 32 * (0, 1, 2, 3).
+"""
+
+import numpy as np
+
+from dali_gguf.kernels.blocks256 import FLOAT_MIN
+from dali_gguf.kernels.lanes import (
+    gather_i16x8, half_to_float, high_nibbles, low_nibbles, zero_extend_i16,
+)
+from dali_gguf.kernels.simd import inline, load_i8x16, load_i8x32, splat_i8x32, v_and, v_shr
+
+BYTES, SIGNED, MAX_CODE, SUB, MIN = 84, False, 3, 16, FLOAT_MIN
+
+
+def reference(blocks):
+    """uint8 [n, 84] -> float32 [n, 256]."""
+    scales, halves = blocks[:, :16], blocks[:, 16:80].reshape(-1, 2, 1, 32)
+    d, dmin = blocks[:, 80:84].copy().view(np.float16).astype(np.float32).T[..., None, None]
+    q = (halves >> np.array([0, 2, 4, 6]).reshape(1, 1, 4, 1) & 3).reshape(-1, 16, 16)
+    low, high = (scales & 15)[..., None], (scales >> 4)[..., None]
+    return (d * low * q - dmin * high).astype(np.float32).reshape(-1, 256)
+
+
+@inline
+def codes(p, j):
+    packed = load_i8x32(p + 16 + 32 * (j // 4))
+    return v_and(v_shr(packed, 2 * (j % 4)), splat_i8x32(np.uint8(3)))
+
+
+@inline
+def scales16(p):
+    return zero_extend_i16(low_nibbles(load_i8x16(p)))
+
+
+@inline
+def mins16(p):
+    return zero_extend_i16(high_nibbles(load_i8x16(p)))
+
+
+@inline
+def scales8(p, stride):
+    return half_to_float(gather_i16x8(p + 80, stride))
+
+
+@inline
+def mins8(p, stride):
+    return half_to_float(gather_i16x8(p + 82, stride))

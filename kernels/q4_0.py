@@ -1,0 +1,28 @@
+"""Q4_0: 32 weights in 18 bytes: d half | 16 bytes, low nibbles first. weight = d * (q - 8)."""
+
+import numpy as np
+
+from dali_gguf.kernels.lanes import gather_i16x8, half_to_float, nibbles
+from dali_gguf.kernels.simd import inline, load_i8x16
+
+BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 18, False, 15, 8, False
+
+
+def reference(blocks):
+    """uint8 [n, 18] -> float32 [n, 32]."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    q = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+    return d * (q.astype(np.float32) - 8)
+
+
+@inline
+def codes(p):
+    return nibbles(load_i8x16(p + 2))
+
+
+@inline
+def scales8(p, stride):
+    return half_to_float(gather_i16x8(p, stride))
+
+
+mins8 = scales8

@@ -1,0 +1,93 @@
+"""Rows of a quantized matrix times records of activations: the loops, the same for every type.
+
+rows(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
+    out[t, r] = weight row r . activations t, for r in [r0, r1) and t in [0, tokens)
+    w, stride: address of row 0 and bytes from row to row; n: columns; records: address of
+    intp [tokens], the records' addresses; out: address of float32 out[0, 0], out_stride in bytes;
+    scratch: SCRATCH bytes of this thread.
+Few tokens: straight from the GGUF blocks. More: 16 rows are unpacked once into panels for all
+tokens. Both add in the same order, so the choice changes the speed and not one bit of the result.
+"""
+
+from dali_gguf.kernels.lanes import first_lane, zero_f32x8
+from dali_gguf.kernels.panel import PANELS, TOKENS, load_tile, store_tile
+from dali_gguf.kernels.simd import load_f32, load_f32x8, load_intp, store
+
+MAX_TOKENS = 512  # of one call: the accumulators of 16 rows stay in the L1/L2 cache
+CHUNK_COLUMNS = 4096  # unpacked at a time: 16 rows of them fit the L2 cache
+SMALL, STAGE = 4096, 64 * MAX_TOKENS
+SCRATCH = SMALL + STAGE + PANELS * (CHUNK_COLUMNS // 32) * 384
+
+
+def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
+    ahead = 8 * stride
+    r = r0
+    while r + 8 <= r1:
+        for t in range(tokens):
+            record = load_intp(records + 8 * t)
+            y = eight_rows(w + r * stride, stride, n, record, ahead, scratch)
+            store(out + t * out_stride + 4 * r, y)
+        r += 8
+    while r < r1:
+        for t in range(tokens):
+            record = load_intp(records + 8 * t)
+            y = eight_rows(w + r * stride, 0, n, record, ahead, scratch)
+            store(out + t * out_stride + 4 * r, first_lane(y))
+        r += 1
+
+
+def pack(w, stride, rows, first, last, step, panels, scratch):
+    """Blocks [first, last) of up to 16 rows at w into PANELS panels, `step` bytes apart."""
+    for p in range(PANELS):
+        start = min(8 * p, rows - 1)
+        valid = min(rows - start, 8) - 1
+        row, target = w + start * stride, panels + p * step
+        for i in range(first, last):
+            pack_block(row + i * BYTES, stride, valid, target, scratch)
+            target += PANEL_BLOCK
+
+
+def tile_tokens(panels, step, first, last, n, records, tokens, stage):
+    """Adds the products of the panels with every record to stage [tokens][16]."""
+    for t in range(0, tokens, TOKENS):
+        y0 = load_intp(records + 8 * t)
+        y1 = load_intp(records + 8 * min(t + 1, tokens - 1))
+        y2 = load_intp(records + 8 * min(t + 2, tokens - 1))
+        y3 = load_intp(records + 8 * min(t + 3, tokens - 1))
+        acc = load_tile(stage + 64 * t)
+        w = panels
+        for i in range(first, last):
+            acc = tile_block(acc, w, step, i, n, y0, y1, y2, y3)
+            w += PANEL_BLOCK
+        store_tile(acc, stage + 64 * t)
+
+
+def matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
+    stage, panels = scratch + SMALL, scratch + SMALL + STAGE
+    blocks, chunk = n // WEIGHTS, CHUNK_COLUMNS // WEIGHTS
+    step = min(blocks, chunk) * PANEL_BLOCK
+    for r in range(r0, r1, 16):
+        for i in range(0, 64 * ((tokens + TOKENS - 1) // TOKENS * TOKENS), 32):
+            store(stage + i, zero_f32x8())
+        for first in range(0, blocks, chunk):
+            last = min(first + chunk, blocks)
+            pack(w + r * stride, stride, r1 - r, first, last, step, panels, scratch)
+            tile_tokens(panels, step, first, last, n, records, tokens, stage)
+        for t in range(tokens):
+            source, target = stage + 64 * t, out + t * out_stride + 4 * r
+            if r + 16 <= r1:
+                store(target, load_f32x8(source))
+                store(target + 32, load_f32x8(source + 32))
+            else:
+                for i in range(r1 - r):
+                    store(target + 4 * i, load_f32(source + 4 * i))
+
+
+def rows(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
+    if tokens < MATMAT_FROM:
+        matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch)
+    else:
+        matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch)
+
+
+TEMPLATES = (matvec, pack, tile_tokens, matmat)
