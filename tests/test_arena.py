@@ -143,7 +143,7 @@ def test_guesses_still_in_the_queue_are_promoted_or_cancelled(tmp_path):
     layers = model(tmp_path)
     arena = arena_for(layers, 16)
     take(arena, layers, 0, [0])
-    arena._readers.guess = lambda reads: None  # the disk is never idle
+    arena._loads.readers.guess = lambda reads: None  # the disk is never idle
     arena.hint(1, np.array([2, 3]))
     assert take(arena, layers, 1, [3]) == [3]
     s = arena.stats()
@@ -179,7 +179,7 @@ def test_fill_without_counts_goes_round_the_layers(tmp_path):
 def test_a_fill_that_has_not_begun_gives_its_slot_away(tmp_path):
     layers = model(tmp_path)
     arena = arena_for(layers, 6)
-    arena._readers.guess = lambda reads: None
+    arena._loads.readers.guess = lambda reads: None
     assert arena.fill() == 6
     take(arena, layers, 3, [6, 7])
     assert arena.stats().filled == 4

@@ -6,34 +6,20 @@ fill(); the reader threads only count down an expert's ranges and report it.
 """
 
 import dataclasses
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 import numpy as np
 
 from dali_gguf.offload.arena_stats import ArenaStats, Counters
-from dali_gguf.offload.direct_io import ModelFile
 from dali_gguf.offload.layout import layer_layouts, slot_sizes
-from dali_gguf.offload.read_queue import THREADS, Read, ReadQueue
+from dali_gguf.offload.loads import Load, Loads
+from dali_gguf.offload.read_queue import THREADS
 from dali_gguf.offload.slot_pool import HALF_LIFE
 from dali_gguf.offload.slots import RING, SlotClass, Slots
 from dali_gguf.routing import LayerExperts
 
 ABSENT, QUEUED, RESIDENT = range(3)
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """One expert on its way into its slot; left: ranges not yet read. wanted: a step waits for
-    it."""
-
-    key: int
-    reads: list[Read]
-    left: int
-    wanted: bool
+GROUP = RING // 4
 
 
 class ExpertArena:
@@ -51,17 +37,13 @@ class ExpertArena:
         sizes = np.array([size[layer] for layer in order])
         self.slots = Slots(sizes, self.n_expert, nbytes, half_life)
         paths = {extent.path for ones in self._layouts for one in ones for extent in one.extents}
-        self._files = {path: ModelFile(path, direct) for path in sorted(paths)}
+        self._loads = Loads(self.slots.memory, sorted(paths), direct, threads)
         n = len(layers) * self.n_expert
         self.state = np.zeros(n, np.int8)
         self._place = np.full(n, -1, np.int64)  # byte offset in the memory, -1: has no slot
         self._address = np.zeros((len(layers), 3, self.n_expert), np.int64)
-        self._loads: dict[int, Load] = {}
         self._hinted: list[set[int]] = [set() for _ in layers]
         self._counters = Counters()
-        self._arrived: SimpleQueue[Load] = SimpleQueue()
-        self._count_down = threading.Lock()
-        self._readers = ReadQueue(self._on_read, threads)
 
     def addresses(self, layer: int) -> np.ndarray:
         """int64 [3, E]: where gate, up and down of each expert of the layer lie, once it is
@@ -95,7 +77,8 @@ class ExpertArena:
         here, missing = keys[state == RESIDENT], keys[state == ABSENT].tolist()
         coming = set(keys[state == QUEUED].tolist())
         self._count_uses(len(keys), len(here), len(missing))
-        self._promote(coming)
+        for key in coming:
+            self._loads.promote(key)
         started = self._start(row, missing, wanted=True, frozen=frozen)
         pending = missing[len(started):]
         return self._arrivals(row, here, coming.union(started), pending, frozen)
@@ -106,21 +89,25 @@ class ExpertArena:
         if len(here):
             yield here - first
             slot_class.release(here)
-        while coming or pending:
+        arrived: list[int] = []
+        while coming or pending or arrived:
             if pending:
                 started = self._start(row, pending, wanted=True, frozen=frozen)
-                if not started and not coming:
+                if not started and not coming and not arrived:
                     started = self._start(row, pending[:RING], wanted=True, frozen=False)
                 coming.update(started)
                 del pending[: len(started)]
-                if not coming:
+                if not coming and not arrived:
                     self._drop_guesses(slot_class)
                     continue
-            arrived = np.array([key for key in self._wait() if key in coming], np.int64)
-            if len(arrived):
-                coming.difference_update(arrived.tolist())
-                yield arrived - first
-                slot_class.release(arrived)
+            if not arrived:
+                arrived = [key for key in self._wait() if key in coming]
+                coming.difference_update(arrived)
+            if arrived:  # few at a time in a long prefill, so that their slots are soon read into
+                now = np.array(arrived[:GROUP] if frozen else arrived, np.int64)
+                del arrived[: len(now)]
+                yield now - first
+                slot_class.release(now)
 
     def hint(self, layer: int, ids: np.ndarray, next_step: bool = False,
              frozen: bool = False) -> int:
@@ -153,23 +140,25 @@ class ExpertArena:
 
     def wait_idle(self) -> None:
         """Waits until everything queued has been read (for tests, benchmarks and a warm start)."""
-        while self._loads:
+        while len(self._loads):
             self._wait()
 
     def stats(self) -> ArenaStats:
         self._settle()
-        files = self._files.values()
+        files, readers = self._loads.files.values(), self._loads.readers
         return ArenaStats(
             **dataclasses.asdict(self._counters),
-            bytes_read=self._readers.bytes_read, read_seconds=self._readers.busy_seconds,
-            short_reads=sum(f.short_reads for f in files), slots=self.slots.count,
-            arena_bytes=self.slots.nbytes, direct=all(f.direct for f in files),
+            wait_seconds=self._loads.wait_seconds,
+            bytes_read=readers.bytes_read,
+            read_seconds=readers.busy_seconds,
+            short_reads=sum(f.short_reads for f in files),
+            slots=self.slots.count,
+            arena_bytes=self.slots.nbytes,
+            direct=all(f.direct for f in files),
         )
 
     def close(self) -> None:
-        self._readers.close()
-        for file in self._files.values():
-            file.close()
+        self._loads.close()
         self.slots.memory.close()
 
     def _next_step(self, layer: int, frozen: bool) -> None:
@@ -208,12 +197,6 @@ class ExpertArena:
         if not slot_class.pool.resident.any():
             self._wait()
 
-    def _promote(self, keys: set[int]) -> None:
-        for key in keys:
-            load = self._loads[key]
-            load.wanted = True
-            self._readers.demand([read for read in load.reads if not read.taken])
-
     def _start(self, row: int, keys: list[int], wanted: bool, frozen: bool) -> list[int]:
         """Queues reads for as many of the keys, in order, as there is room for; returns those."""
         slot_class = self.slots.of(row)
@@ -227,21 +210,11 @@ class ExpertArena:
 
     def _load(self, key: int, place: int, wanted: bool) -> None:
         row, e = divmod(key, self.n_expert)
-        layout, memory = self._layouts[row][e], self.slots.memory
-        view = memory.view[place : place + layout.nbytes]
-        reads = [
-            Read(self._files[x.path], x.offset, x.nbytes, view[x.at :], x.name, key)
-            for x in layout.extents
-        ]
-        self._loads[key] = Load(key, reads, len(reads), wanted)
-        self.state[key] = QUEUED
-        self._place[key] = place
+        layout = self._layouts[row][e]
+        self.state[key], self._place[key] = QUEUED, place
         for role in range(3):
-            self._address[row, role, e] = memory.address + place + layout.starts[role]
-        if wanted:
-            self._readers.demand(reads)
-        else:
-            self._readers.guess(reads)
+            self._address[row, role, e] = self.slots.memory.address + place + layout.starts[role]
+        self._loads.start(key, layout, place, wanted)
 
     def _make_room(self, slot_class: SlotClass, count: int, frozen: bool) -> list[int]:
         """Places of up to count slots: free ones, cancelled fills, the ring's (frozen), then
@@ -272,57 +245,37 @@ class ExpertArena:
     def _cancel_fill(self, slot_class: SlotClass) -> bool:
         """Gives up the least wanted fill that no thread has begun."""
         while slot_class.fills:
-            key = slot_class.fills.pop()
-            load = self._loads.get(key)
-            if load is not None and not load.wanted and self._cancel(key):
+            if self._cancel(slot_class.fills.pop()):
                 self._counters.filled -= 1
                 return True
         return False
 
     def _cancel(self, key: int) -> bool:
-        load = self._loads.get(key)
-        if load is None or not self._readers.cancel(load.reads):
+        if not self._loads.cancel(key):
             return False
-        del self._loads[key]
         self._vacate(self.slots.of(key // self.n_expert), key)
         return True
 
-    def _on_read(self, read: Read) -> None:
-        """On a reader's thread: the last range of an expert reports it."""
-        load = self._loads[read.owner]
-        with self._count_down:
-            load.left -= 1
-            last = load.left == 0
-        if last:
-            self._arrived.put(load)
-
     def _settle(self) -> None:
         """Takes note of what has arrived meanwhile."""
-        while not self._arrived.empty():
-            self._take_note(self._arrived.get())
+        self._take_note(self._loads.ended())
 
     def _wait(self) -> list[int]:
         """Blocks until an expert arrives; returns it and those that came with it."""
-        assert self._loads, "waiting for an expert that nobody reads"
-        start = time.perf_counter()
-        load = self._arrived.get()
-        self._counters.wait_seconds += time.perf_counter() - start
-        arrived = [self._take_note(load)]
-        while not self._arrived.empty():
-            arrived.append(self._take_note(self._arrived.get()))
-        return arrived
+        return self._take_note(self._loads.wait())
 
-    def _take_note(self, load: Load) -> int:
-        """The load has ended: its expert is resident, or, if a range failed, absent again."""
-        slot_class = self.slots.of(load.key // self.n_expert)
-        del self._loads[load.key]
-        error = next((read.error for read in load.reads if read.error is not None), None)
-        if error is None:
-            self.state[load.key] = RESIDENT
-            slot_class.pool.insert(np.array([load.key - slot_class.first_key]))
-            return load.key
-        self._vacate(slot_class, load.key)
-        if load.wanted:
-            raise error
-        self._counters.failed_guesses += 1  # if it is needed later it is read, and reported, again
-        return load.key
+    def _take_note(self, ended: list[Load]) -> list[int]:
+        """Their experts are resident now, or, if a range failed, absent again."""
+        failed = [load for load in ended if load.error is not None]
+        for load in failed:
+            self._vacate(self.slots.of(load.key // self.n_expert), load.key)
+        here = [load.key for load in ended if load.error is None]
+        for key in here:
+            slot_class = self.slots.of(key // self.n_expert)
+            slot_class.pool.insert(np.array([key - slot_class.first_key]))
+            self.state[key] = RESIDENT
+        self._counters.failed_guesses += sum(not load.wanted for load in failed)
+        for load in failed:
+            if load.wanted:  # a guess that failed is read, and reported, again when it is needed
+                raise load.error
+        return here

@@ -19,7 +19,6 @@ class Counters:
     hints_cancelled: int = 0
     filled: int = 0
     failed_guesses: int = 0
-    wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

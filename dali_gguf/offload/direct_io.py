@@ -69,8 +69,8 @@ class Memory:
     def close(self) -> None:
         """Frees the memory now, unless arrays made from it are still alive (then with the last of
         them)."""
-        self.view.release()
         try:
+            self.view.release()
             self._map.close()
         except BufferError:
             pass

@@ -1,0 +1,100 @@
+"""Experts on their way from disk into a slot: their ranges, who waits for them, when they are
+whole."""
+
+import threading
+import time
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from dali_gguf.errors import DaliError
+from dali_gguf.offload.direct_io import Memory, ModelFile
+from dali_gguf.offload.layout import ExpertLayout
+from dali_gguf.offload.read_queue import THREADS, Read, ReadQueue
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """left: ranges not yet read. wanted: a step waits for it (else it is a guess or a fill)."""
+
+    key: int
+    reads: list[Read]
+    left: int
+    wanted: bool
+
+    @property
+    def error(self) -> DaliError | None:
+        return next((read.error for read in self.reads if read.error is not None), None)
+
+
+class Loads:
+    """Everything here is called by one thread; the readers only report that a load is whole."""
+
+    def __init__(self, memory: Memory, paths: list[str], direct: bool, threads: int = THREADS):
+        self.files = {path: ModelFile(path, direct) for path in paths}
+        self.wait_seconds = 0.0
+        self._memory = memory
+        self._under_way: dict[int, Load] = {}
+        self._whole: SimpleQueue[Load] = SimpleQueue()
+        self._count_down = threading.Lock()
+        self.readers = ReadQueue(self._on_read, threads)
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def start(self, key: int, layout: ExpertLayout, place: int, wanted: bool) -> None:
+        """Queues the expert's ranges; place: of its slot in the memory."""
+        view = self._memory.view[place : place + layout.nbytes]
+        reads = [
+            Read(self.files[x.path], x.offset, x.nbytes, view[x.at :], x.name, key)
+            for x in layout.extents
+        ]
+        self._under_way[key] = Load(key, reads, len(reads), wanted)
+        if wanted:
+            self.readers.demand(reads)
+        else:
+            self.readers.guess(reads)
+
+    def promote(self, key: int) -> None:
+        """A step waits for it now: its ranges pass all guesses."""
+        load = self._under_way[key]
+        if not load.wanted:
+            load.wanted = True
+            self.readers.demand([read for read in load.reads if not read.taken])
+
+    def cancel(self, key: int) -> bool:
+        """Takes it back, unless it is wanted, whole, or a thread has begun to read it."""
+        load = self._under_way.get(key)
+        if load is None or load.wanted or not self.readers.cancel(load.reads):
+            return False
+        del self._under_way[key]
+        return True
+
+    def ended(self) -> list[Load]:
+        """Loads that have become whole, or failed, since the last look."""
+        loads = []
+        while not self._whole.empty():
+            loads.append(self._whole.get())
+            del self._under_way[loads[-1].key]
+        return loads
+
+    def wait(self) -> list[Load]:
+        """Blocks, without taking time from anybody, until one has ended; all that have."""
+        assert self._under_way, "waiting for an expert that nobody reads"
+        start = time.perf_counter()
+        load = self._whole.get()
+        self.wait_seconds += time.perf_counter() - start
+        del self._under_way[load.key]
+        return [load, *self.ended()]
+
+    def _on_read(self, read: Read) -> None:
+        load = self._under_way[read.owner]
+        with self._count_down:
+            load.left -= 1
+            last = load.left == 0
+        if last:
+            self._whole.put(load)
+
+    def close(self) -> None:
+        self.readers.close()
+        for file in self.files.values():
+            file.close()

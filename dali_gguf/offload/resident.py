@@ -1,0 +1,62 @@
+"""Weights read into memory of our own, so that the step touches no mapped page.
+
+Faults on mapped dense weights would drag neighbouring experts into the page cache (the read-ahead
+window is up to 16 MiB), and a file that shrinks would end the process with SIGBUS.
+"""
+
+from dataclasses import replace
+from queue import SimpleQueue
+
+import numpy as np
+
+from dali_gguf.offload.direct_io import Memory, ModelFile, page_floor, page_span
+from dali_gguf.offload.read_queue import Read, ReadQueue
+from dali_gguf.tensor import Tensor
+
+PIECE = 4 << 20  # large tensors are read by several threads at once
+
+
+class ResidentWeights:
+    """Copies of tensors in one anonymous memory. tensors: name -> Tensor with its data there."""
+
+    def __init__(self, tensors: dict[str, Tensor], direct: bool = True):
+        places, total = {}, 0
+        for name, t in tensors.items():
+            places[name] = total
+            total += page_span(t.offset, t.nbytes)
+        self.memory = Memory(max(total, 1))
+        files = {path: ModelFile(path, direct) for path in {t.file for t in tensors.values()}}
+        reads = [r for n, t in tensors.items() for r in self._reads(files[t.file], t, places[n])]
+        try:
+            _run(reads)
+        finally:
+            for file in files.values():
+                file.close()
+        everything = np.frombuffer(self.memory.view, np.uint8)
+        self.tensors = {}
+        for name, t in tensors.items():
+            start = places[name] + t.offset - page_floor(t.offset)
+            self.tensors[name] = replace(t, data=everything[start : start + t.nbytes])
+
+    def _reads(self, file: ModelFile, t: Tensor, place: int) -> list[Read]:
+        """Pieces of whole pages; the last page of one is the next one's first only at its start."""
+        reads, start, end = [], page_floor(t.offset), t.offset + t.nbytes
+        for at in range(start, end, PIECE):
+            first = max(at, t.offset)
+            view = self.memory.view[place + at - start : place + page_span(t.offset, t.nbytes)]
+            reads.append(Read(file, first, min(at + PIECE, end) - first, view, t.name, 0))
+        return reads
+
+
+def _run(reads: list[Read]) -> None:
+    """Reads all of them; raises the first error."""
+    ended: SimpleQueue[Read] = SimpleQueue()
+    queue = ReadQueue(ended.put)
+    try:
+        queue.demand(reads)
+        for _ in reads:
+            error = ended.get().error
+            if error is not None:
+                raise error
+    finally:
+        queue.close()
