@@ -19,9 +19,10 @@ END_TEXTS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
     "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
     "<eos> <turn|> <|tool_response> <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ "
-    "<|fim_pad|> <fim-pad> <fim_pad> <|fim_repo|> <|repo_name|> <fim-repo> <|file_sep|>".split()
+    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
+    "<reponame> <|file_sep|>".split()
 )
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_KEYS = tuple(f"{name}_token_id" for name in "eos eot eom fim_pad fim_rep fim_sep".split())
 # gpt-oss marks its thinking with control tokens; without them its answer cannot be read.
 SHOWN_TEXTS = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
 
@@ -106,7 +107,9 @@ class Tokenizer:
     def token_bytes(self, id: int, special: bool = False) -> bytes:
         """What a token stands for; nothing for a control token unless special."""
         if not 0 <= id < self.n_vocab:
-            raise InputError(f"token id {id}: the vocabulary has {self.n_vocab} tokens, 0 to {self.n_vocab - 1}")
+            raise InputError(
+                f"token id {id}: expected one of the vocabulary, 0 to {self.n_vocab - 1}"
+            )
         text, kind = self.vocabulary.tokens[id], self.kind(id)
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
             return text.encode() if special or text in SHOWN_TEXTS else b""

@@ -87,10 +87,16 @@ RULES = (
     ("qwen35", PreTokenizer((QWEN35,))),
     (
         "deepseek-llm",
-        PreTokenizer((
-            r"[\r\n]", rf"\s?[{DEEPSEEK_LETTERS}]+", rf"\s?[{DEEPSEEK_SIGNS}]+", r"\s+$",
-            IDEOGRAPHS, r"\p{N}+",
-        )),
+        PreTokenizer(
+            (
+                r"[\r\n]",
+                rf"\s?[{DEEPSEEK_LETTERS}]+",
+                rf"\s?[{DEEPSEEK_SIGNS}]+",
+                r"\s+$",
+                IDEOGRAPHS,
+                r"\p{N}+",
+            )
+        ),
     ),
     (
         "deepseek-coder",

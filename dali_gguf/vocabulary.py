@@ -35,19 +35,25 @@ class Vocabulary:
         keys = Keys(metadata, path)
         model = keys.get("model", str, "")
         if model not in MODELS:
-            found = f"tokenizer model {model!r}" if model else "no tokenizer (no tokenizer.ggml.model)"
+            found = (
+                f"tokenizer model {model!r}" if model else "no tokenizer (no tokenizer.ggml.model)"
+            )
             raise UnsupportedError(f"{keys.name}{found}; this version knows {' and '.join(MODELS)}")
         tokens = keys.get("tokens", list, None)
         if not tokens:
             raise keys.error("tokens", "missing or empty", "a list of strings")
         tokens = [text or f"[EMPTY_{id}]" for id, text in enumerate(tokens)]
         return cls(
-            model, keys.get("pre", str, ""), tokens,
+            model,
+            keys.get("pre", str, ""),
+            tokens,
             keys.numbers("token_type", len(tokens), np.int32, TokenType.NORMAL, model == "llama"),
             keys.numbers("scores", len(tokens), np.float32, 0, model == "llama"),
             keys.get("merges", list, [], required=model == "gpt2"),
             keys.special_ids(len(tokens), SPM_SPECIAL_IDS if model == "llama" else {}),
-            keys.flags(), keys.chat_template(), path,
+            keys.flags(),
+            keys.chat_template(),
+            path,
         )
 
     def special_id(self, key: str) -> int | None:
@@ -110,11 +116,12 @@ class Keys:
     def chat_template(self) -> str | None:
         template = self.metadata.get("tokenizer.chat_template")
         if template is not None and type(template) is not str:
+            found = type(template).__name__
             raise ModelFileError(
-                f"{self.name}tokenizer.chat_template is a {type(template).__name__}; expected a string"
+                f"{self.name}tokenizer.chat_template is a {found}; expected a string"
             )
         return template
 
     def _named(self, end: str) -> list[str]:
         start = "tokenizer.ggml."
-        return [k[len(start):] for k in self.metadata if k.startswith(start) and k.endswith(end)]
+        return [k[len(start) :] for k in self.metadata if k.startswith(start) and k.endswith(end)]
