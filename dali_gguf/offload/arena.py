@@ -34,8 +34,8 @@ class ExpertArena:
         self.row = {layer: row for row, layer in enumerate(order)}
         self._first_layer = min(layers)
         self._layouts = [layer_layouts(layers[layer]) for layer in order]
-        sizes = np.array([size[layer] for layer in order])
-        self.slots = Slots(sizes, self.n_expert, nbytes, half_life)
+        self.row_sizes = np.array([size[layer] for layer in order])
+        self.slots = Slots(self.row_sizes, self.n_expert, nbytes, half_life)
         paths = {extent.path for ones in self._layouts for one in ones for extent in one.extents}
         self._loads = Loads(self.slots.memory, sorted(paths), direct, threads)
         n = len(layers) * self.n_expert
