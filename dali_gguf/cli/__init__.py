@@ -6,6 +6,7 @@ A command module has `HELP`, `add_arguments(parser)` and `run(args) -> int` (the
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
 from dali_gguf.errors import DaliError
 from dali_gguf.version import __version__
@@ -29,9 +30,19 @@ COMMANDS = {
 }
 
 
+INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other bad input, in place of the usage and a line."""
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="dali-gguf", description="GGUF inference for Mixture-of-Experts models.")
+    parser = Parser(prog="dali-gguf", description="GGUF inference for Mixture-of-Experts models.")
     parser.add_argument("--version", action="version", version=f"dali-gguf {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((a for a in argv if not a.startswith("-")), None)
@@ -47,6 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     except DaliError as error:
         print(f"dali-gguf: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("dali-gguf: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 0

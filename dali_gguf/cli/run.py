@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from dali_gguf.chat import ChatTemplate
+from dali_gguf.cli import INTERRUPTED
 from dali_gguf.cli.arguments import add_model, model_path, number, size, unescaped, whole
 from dali_gguf.cli.messages import say, shown, utf8_output, warnings_in_one_line
 from dali_gguf.engine import Engine
@@ -13,7 +14,6 @@ from dali_gguf.errors import InputError
 from dali_gguf.sampler import SamplingParams
 
 HELP = "answer a prompt in the terminal"
-INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
 YELLOW, RESET = "\033[33m", "\033[0m"
 ENGINE_OPTIONS = (
     "n_ctx threads n_batch kv_type mmap device vram ram placement prefetch expert_cache verify"
@@ -131,13 +131,9 @@ def add_output(group) -> None:
 def run(args: argparse.Namespace) -> int:
     warnings_in_one_line()
     utf8_output()
-    try:
-        prompt, params = read_prompt(args), sampling(args)
-        with Engine(model_path(args), **engine_options(args)) as engine:
-            return answer(engine, prompt, params, args)
-    except KeyboardInterrupt:
-        say("interrupted")
-        return INTERRUPTED
+    prompt, params = read_prompt(args), sampling(args)
+    with Engine(model_path(args), **engine_options(args)) as engine:
+        return answer(engine, prompt, params, args)
 
 
 def answer(engine: Engine, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
