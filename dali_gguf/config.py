@@ -75,9 +75,9 @@ class ModelConfig:
     v_size_mla: int = 0
 
     @classmethod
-    def from_metadata(cls, metadata: dict) -> "ModelConfig":
-        """Raises ModelFileError that names the key, its value, and what was expected."""
-        keys = Keys(metadata)
+    def from_metadata(cls, metadata: dict, path: str = "") -> "ModelConfig":
+        """Raises ModelFileError that names the file, the key, its value, and what was expected."""
+        keys = Keys(metadata, path)
         n_embd, n_head = keys.size("embedding_length"), keys.size("attention.head_count")
         k_size = keys.size("attention.key_length", n_embd // n_head or None)
         n_layer = keys.size("block_count") - keys.count("nextn_predict_layers", 0)
@@ -88,7 +88,7 @@ class ModelConfig:
             n_layer_dense=keys.count("leading_dense_block_count", 0),
             n_ctx_train=keys.size("context_length"),
             n_embd=n_embd,
-            n_vocab=vocabulary_size(metadata) or keys.count("vocab_size", 0),
+            n_vocab=keys.vocabulary_size() or keys.count("vocab_size", 0),
             n_ff=keys.count("feed_forward_length", 0),
             n_head=n_head,
             n_head_kv=keys.size("attention.head_count_kv", n_head),
@@ -112,23 +112,30 @@ class Keys:
 
     LARGEST = 2**31 - 1
 
-    def __init__(self, metadata: dict):
-        self.metadata = metadata
+    def __init__(self, metadata: dict, path: str = ""):
+        self.metadata, self.prefix = metadata, f"{path}: " if path else ""
         self.architecture = self.text("general.architecture")
 
     def full(self, key: str) -> str:
-        return key if key.startswith("general.") else f"{self.architecture}.{key}"
+        return key if key.startswith(("general.", "tokenizer.")) else f"{self.architecture}.{key}"
 
     def wrong(self, key: str, expected: str) -> ModelFileError:
         found = self.metadata.get(self.full(key))
         what = "is missing" if found is None else f"is {short(found)}"
-        return ModelFileError(f"key {self.full(key)} {what}; expected {expected}")
+        return ModelFileError(f"{self.prefix}key {self.full(key)} {what}; expected {expected}")
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.metadata.get(self.full(key), default)
         if type(value) is not str:
             raise self.wrong(key, "a text")
         return value
+
+    def vocabulary_size(self) -> int:
+        """Number of tokens; 0 if the file has no vocabulary."""
+        tokens = self.metadata.get("tokenizer.ggml.tokens", [])
+        if type(tokens) is not list:
+            raise self.wrong("tokenizer.ggml.tokens", "an array of texts")
+        return len(tokens)
 
     def flag(self, key: str) -> bool | None:
         value = self.metadata.get(self.full(key))
@@ -164,19 +171,12 @@ def short(value) -> str:
     return repr(value)[:60]
 
 
-def vocabulary_size(metadata: dict) -> int:
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    if type(tokens) is not list:
-        raise ModelFileError(f"key tokenizer.ggml.tokens is {short(tokens)}; expected an array of texts")
-    return len(tokens)
-
-
 def rope_config(keys: Keys, k_size: int) -> RopeConfig:
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
     scaling = keys.text("rope.scaling.type", "linear")
     if scaling not in SCALINGS:
         raise UnsupportedError(
-            f"key {keys.full('rope.scaling.type')} is {scaling!r}; supported are {', '.join(SCALINGS)}"
+            f"{keys.prefix}key {keys.full('rope.scaling.type')} is {scaling!r}; supported are {', '.join(SCALINGS)}"
         )
     return RopeConfig(
         n_rot=keys.size("rope.dimension_count", k_size),

@@ -75,7 +75,7 @@ class Engine:
         self.stats = Stats()
         self.file = GGUFFile.open(self.path, mmap=mmap)
         try:
-            self.config = ModelConfig.from_metadata(self.file.metadata)
+            self.config = ModelConfig.from_metadata(self.file.metadata, str(self.path))
             self.n_ctx = context_size(n_ctx, self.config.n_ctx_train)
             self.device = make_device(device, threads)
             self.model = models.load_model(self.file, self.config, self.device)
@@ -108,7 +108,7 @@ class Engine:
 
     def _generate(self, ids: np.ndarray, params: SamplingParams) -> Iterator[str]:
         text, stop = StreamDecoder(self.tokenizer), StopFilter(params.stop)
-        for token in self.tokens(ids, params):
+        for token in self._tokens(ids, params):
             piece = stop.push(text.push(token))
             if piece:
                 yield piece
@@ -120,8 +120,13 @@ class Engine:
             yield rest
 
     def tokens(self, prompt: list[int] | np.ndarray, params: SamplingParams = SamplingParams()) -> Iterator[int]:
-        """Ids of the answer, without the token that ended it. Updates stats as it goes."""
-        ids = self._checked(prompt, self.n_ctx - 1)
+        """Ids of the answer, without the token that ended it. Updates stats as it goes.
+
+        Raises InputError at once, as generate does.
+        """
+        return self._tokens(self._checked(prompt, self.n_ctx - 1), params)
+
+    def _tokens(self, ids: np.ndarray, params: SamplingParams) -> Iterator[int]:
         sampler = Sampler(params, ids.tolist())
         room = self.n_ctx - len(ids)
         wanted = room if params.max_tokens < 0 else min(params.max_tokens, room)

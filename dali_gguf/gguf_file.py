@@ -7,6 +7,7 @@ Nothing in a file is trusted: each length, count and offset is compared with wha
 import mmap as mmap_module
 import os
 import re
+import stat
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class GGUFFile:
         path = Path(path)
         buffer = open_buffer(path, mmap)
         header = read_header(path, buffer, tensors)
-        if header.metadata.get("split.count", 1) in (0, 1):
+        if whole_number(header.metadata, "split.count", path, 1) < 2:
             return cls([path], header.metadata, header.tensors, [buffer])
         return cls._open_shards(path, buffer, header, tensors, mmap)
 
@@ -59,7 +60,7 @@ class GGUFFile:
             metadata = metadata or part.metadata
             add_tensors(found, part.tensors, shard)
             buffers.append(shard_buffer)
-        expected = metadata.get("split.tensors.count", len(found))
+        expected = whole_number(metadata, "split.tensors.count", paths[0], len(found))
         if tensors and expected != len(found):
             raise ModelFileError(
                 f"{paths[0]}: split.tensors.count says {expected} tensors, the {len(paths)} shards hold {len(found)}"
@@ -81,10 +82,10 @@ class GGUFFile:
 def open_buffer(path: Path, mmap: bool) -> np.ndarray:
     """The bytes of a file, uint8 [size], mapped or read."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for ever
+            raise ModelFileError(f"{path}: not a regular file; expected a GGUF file")
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            if not os.path.isfile(path):
-                raise ModelFileError(f"{path}: not a regular file; expected a GGUF file")
             if status.st_size == 0:
                 raise ModelFileError(f"{path}: the file is empty; expected a GGUF file")
             warn_if_sparse(path, status)
@@ -93,8 +94,6 @@ def open_buffer(path: Path, mmap: bool) -> np.ndarray:
             return np.frombuffer(mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ), np.uint8)
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise ModelFileError(f"{path}: is a folder; expected a GGUF file") from None
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path}: cannot be opened: {error}") from None
 
@@ -114,10 +113,8 @@ def warn_if_sparse(path: Path, status: os.stat_result) -> None:
 
 def shard_paths(path: Path, metadata: dict) -> list[Path]:
     """All shards of the split file that path is one of. Raises if one is missing."""
-    count = metadata["split.count"]
+    count = whole_number(metadata, "split.count", path, 1)
     match = SHARD_NAME.match(path.name)
-    if type(count) is not int or not 0 < count < 100_000:
-        raise ModelFileError(f"{path}: split.count is {count!r}; expected a number of shards")
     if not match or int(match[3]) != count:
         raise ModelFileError(
             f"{path}: is one of {count} shards, but is not named ...-00001-of-{count:05d}.gguf; restore its name"
@@ -130,8 +127,15 @@ def shard_paths(path: Path, metadata: dict) -> list[Path]:
     return paths
 
 
+def whole_number(metadata: dict, key: str, path: Path, default: int) -> int:
+    value = metadata.get(key, default)
+    if type(value) is not int:
+        raise ModelFileError(f"{path}: key {key} is a {type(value).__name__}; expected a whole number")
+    return value
+
+
 def check_shard(shard: Path, metadata: dict, number: int, count: int) -> None:
-    found = (metadata.get("split.no"), metadata.get("split.count"))
+    found = (whole_number(metadata, "split.no", shard, -1), whole_number(metadata, "split.count", shard, -1))
     if found != (number, count):
         raise ModelFileError(
             f"{shard}: says it is shard {found[0]} of {found[1]}; by its name it should be {number} of {count}"

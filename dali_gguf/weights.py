@@ -24,6 +24,7 @@ class Weights:
     def __init__(self, file: GGUFFile, device: Device):
         self.file = file
         self.device = device
+        self.path = file.paths[0]
         self.used: dict[str, Tensor] = {}
         self._asked: set[str] = set()
 
@@ -36,17 +37,17 @@ class Weights:
         fits = len(shape) == len(tensor.shape) and all(s in (0, t) for s, t in zip(shape, tensor.shape))
         if not fits:
             raise ModelFileError(
-                f"tensor {name} has the shape {list(tensor.shape)}; expected {list(shape)} (rows before columns)"
+                f"{self.path}: tensor {name} has the shape {list(tensor.shape)}; expected {list(shape)} (rows before columns)"
             )
         if tensor.type not in SUPPORTED:
             known = ", ".join(t.name for t in SUPPORTED)
-            raise UnsupportedError(f"tensor {name} has the type {tensor.type.name}; supported are {known}")
+            raise UnsupportedError(f"{self.path}: tensor {name} has the type {tensor.type.name}; supported are {known}")
         return tensor
 
     def get(self, name: str, *shape: int) -> Tensor:
         tensor = self.find(name, *shape)
         if tensor is None:
-            raise ModelFileError(f"tensor {name} is missing; expected one of the shape {list(shape)}")
+            raise ModelFileError(f"{self.path}: tensor {name} is missing; expected one of the shape {list(shape)}")
         return tensor
 
     def _note(self, tensor: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class Weights:
         if tensor is None:
             return None
         if tensor.type != Q.F32:
-            raise UnsupportedError(f"tensor {name} has the type {tensor.type.name}; supported is F32")
+            raise UnsupportedError(f"{self.path}: tensor {name} has the type {tensor.type.name}; supported is F32")
         return self._note(tensor).data.view(np.float32).reshape(tensor.shape)
 
     def has(self, name: str) -> bool:

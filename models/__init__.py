@@ -25,7 +25,8 @@ def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
     """Weights are looked up and checked, not read. Raises UnsupportedError, ModelFileError."""
     name = config.architecture
     if name not in architectures():
-        raise UnsupportedError(f"architecture {name!r} is not supported; known are {', '.join(architectures())}")
+        known = ", ".join(architectures())
+        raise UnsupportedError(f"{file.paths[0]}: architecture {name!r} is not supported; known are {known}")
     module = importlib.import_module(f"dali_gguf.models.{name.replace('-', '_')}")
     weights = Weights(file, device)
     layers = module.layers(weights, config)
@@ -34,7 +35,7 @@ def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
     ignored = weights.ignored(config.n_layer)
     if ignored:
         raise UnsupportedError(
-            f"{len(ignored)} tensors are not part of the {name} architecture as known here, the first is {ignored[0]}"
+            f"{file.paths[0]}: {len(ignored)} tensors are not part of the {name} architecture as known here, the first is {ignored[0]}"
         )
     return model
 

@@ -18,7 +18,7 @@ from dali_gguf.weights import Weights
 
 def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     if not c.kv_rank:
-        raise ModelFileError("key deepseek2.attention.kv_lora_rank is missing; expected the rank of the latent keys")
+        raise ModelFileError(f"{w.path}: key deepseek2.attention.kv_lora_rank is missing; expected the rank of the latent keys")
     rope = rope_params(c.rope, interleaved=True)
     kind = LatentAttention if is_latent(w) else ExpandedAttention
     return [Layer(w, c, i, kind(w, c, i, rope), feed(w, c, i)) for i in range(c.n_layer)]

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import transformers
 
+torch.set_num_threads(1)  # tiny products wait for each other longer than they compute
+
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 TOKENS = ["<unk>", "<s>", "</s>", *BYTES, *(f"\u2581w{i}" for i in range(29))]
 TYPES = [2, 3, 3, *[6] * 256, *[1] * 29]
