@@ -132,8 +132,17 @@ def run(args: argparse.Namespace) -> int:
     warnings_in_one_line()
     utf8_output()
     prompt, params = read_prompt(args), sampling(args)
-    with Engine(model_path(args), **engine_options(args)) as engine:
+    path, cold = model_path(args), first_run()
+    with Engine(path, **engine_options(args)) as engine:
+        if cold:
+            say("compiling kernels for this processor: once, and only those the model needs")
         return answer(engine, prompt, params, args)
+
+
+def first_run() -> bool:
+    from dali_gguf import kernels  # brings Numba: not for --help
+
+    return kernels.first_run()
 
 
 def answer(engine: Engine, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
@@ -198,9 +207,11 @@ def read_prompt(args: argparse.Namespace) -> str:
         return args.prompt if args.no_escape else unescaped(args.prompt)
     if args.file is not None and args.file != "-":
         return read_file(Path(args.file))
-    if args.prompt is None and args.file is None and sys.stdin.isatty():
+    asked_for = args.prompt is not None or args.file is not None
+    text = sys.stdin.read() if asked_for or not sys.stdin.isatty() else ""
+    if not text:
         raise InputError('no prompt; give one with -p "TEXT", -f FILE, or through a pipe')
-    return sys.stdin.read().removesuffix("\n")
+    return text.removesuffix("\n")
 
 
 def read_file(path: Path) -> str:
