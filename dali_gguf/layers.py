@@ -135,7 +135,7 @@ class Model:
 
     def __init__(self, w: Weights, c: ModelConfig, layers: list[Layer], kv_shape: tuple[int, int, int]):
         self.device, self.config, self.layers, self.kv_shape = w.device, c, layers, kv_shape
-        embedding = w.get("token_embd.weight", c.n_vocab, c.n_embd)
+        embedding = w.get("token_embd.weight", c.n_vocab or None, c.n_embd)
         self.n_vocab = embedding.shape[0]
         self.embedding = w.matrix("token_embd.weight", self.n_vocab, c.n_embd)
         self.norm = Norm(w, "output_norm.weight", c.n_embd, c.eps)

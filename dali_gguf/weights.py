@@ -28,13 +28,13 @@ class Weights:
         self.used: dict[str, Tensor] = {}
         self._asked: set[str] = set()
 
-    def find(self, name: str, *shape: int) -> Tensor | None:
-        """The tensor, or None if the file has none of that name. A size of 0 fits any."""
+    def find(self, name: str, *shape: int | None) -> Tensor | None:
+        """The tensor, or None if the file has none of that name. A size of None fits any."""
         self._asked.add(name)
         tensor = self.file.tensors.get(name)
         if tensor is None:
             return None
-        fits = len(shape) == len(tensor.shape) and all(s in (0, t) for s, t in zip(shape, tensor.shape))
+        fits = len(shape) == len(tensor.shape) and all(s in (None, t) for s, t in zip(shape, tensor.shape))
         if not fits:
             raise ModelFileError(
                 f"{self.path}: tensor {name} has the shape {list(tensor.shape)}; expected {list(shape)} (rows before columns)"

@@ -6,9 +6,9 @@ A file has `layers(weights, config) -> list[Layer]`, and `kv_shape` if its cache
 import importlib
 import pkgutil
 
-from dali_gguf.config import ModelConfig
+from dali_gguf.config import Keys, ModelConfig
 from dali_gguf.device import Device
-from dali_gguf.errors import UnsupportedError
+from dali_gguf.errors import ModelFileError, UnsupportedError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Model
 from dali_gguf.weights import Weights
@@ -21,12 +21,32 @@ def architectures() -> list[str]:
     return [SPELLING.get(m.name, m.name) for m in pkgutil.iter_modules(__path__)]
 
 
-def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
-    """Weights are looked up and checked, not read. Raises UnsupportedError, ModelFileError."""
-    name = config.architecture
+def read_config(file: GGUFFile) -> ModelConfig:
+    """The sizes, of an architecture that is known and with experts where the file has some.
+
+    Raises UnsupportedError, ModelFileError.
+    """
+    path, name = file.paths[0], Keys(file.metadata, str(file.paths[0])).architecture
     if name not in architectures():
         known = ", ".join(architectures())
-        raise UnsupportedError(f"{file.paths[0]}: architecture {name!r} is not supported; known are {known}")
+        raise UnsupportedError(f"{path}: architecture {name!r} is not supported; known are {known}")
+    if not file.tensors:
+        raise ModelFileError(f"{path}: the file has no tensors, only a vocabulary; expected a model")
+    config = ModelConfig.from_metadata(file.metadata, str(path))
+    router = next((t for t in file.tensors if t.endswith(".ffn_gate_inp.weight")), None)
+    if (router is None) != (config.experts.n_expert == 0):
+        count = config.experts.n_expert or "missing"
+        has = f"has the router {router}" if router else "has no router tensor"
+        raise ModelFileError(f"{path}: key {name}.expert_count is {count}, but the file {has}")
+    return config
+
+
+def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
+    """config is read_config's. Weights are looked up and checked, not read.
+
+    Raises UnsupportedError, ModelFileError.
+    """
+    name = config.architecture
     module = importlib.import_module(f"dali_gguf.models.{name.replace('-', '_')}")
     weights = Weights(file, device)
     layers = module.layers(weights, config)
@@ -35,7 +55,8 @@ def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
     ignored = weights.ignored(config.n_layer)
     if ignored:
         raise UnsupportedError(
-            f"{file.paths[0]}: {len(ignored)} tensors are not part of the {name} architecture as known here, the first is {ignored[0]}"
+            f"{file.paths[0]}: {len(ignored)} tensors are not part of the {name} architecture as known here, "
+            f"the first is {ignored[0]}"
         )
     return model
 

@@ -19,6 +19,11 @@ from dali_gguf.weights import Weights
 def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     if not c.kv_rank:
         raise ModelFileError(f"{w.path}: key deepseek2.attention.kv_lora_rank is missing; expected the rank of the latent keys")
+    if c.rope.n_rot >= head_sizes(c)[0]:
+        raise ModelFileError(
+            f"{w.path}: key deepseek2.rope.dimension_count is {c.rope.n_rot}; "
+            f"expected less than the size of a key ({head_sizes(c)[0]})"
+        )
     rope = rope_params(c.rope, interleaved=True)
     kind = LatentAttention if is_latent(w) else ExpandedAttention
     return [Layer(w, c, i, kind(w, c, i, rope), feed(w, c, i)) for i in range(c.n_layer)]

@@ -11,7 +11,7 @@ from dali_gguf.weights import Weights
 def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     rope = rope_params(c.rope, interleaved=False)
     rule = RouterRule(normalize=c.experts.norm is True, scale=c.experts.scale)
-    n_ff = c.experts.n_ff or c.n_ff // c.experts.n_used
+    n_ff = c.experts.n_ff or c.n_ff // max(1, c.experts.n_used)
     return [
         Layer(w, c, i, Attention(w, c, i, rope), MoE(w, c, i, rule, n_ff, shared=GatedShared(w, c, i)))
         for i in range(c.n_layer)

@@ -1,0 +1,262 @@
+"""The engine on a few-kilobyte model: chunks, stops, limits, errors, and 2,000 damaged files."""
+
+import random
+import struct
+
+import numpy as np
+import pytest
+
+from dali_gguf.engine import Engine, context_size
+from dali_gguf.errors import DaliError, InputError, ModelFileError, NumericError, UnsupportedError
+from dali_gguf.sampler import SamplingParams
+from tests.numpy_device import NumpyDevice
+from tests.small_gguf import D, EXPERTS, small_keys, small_tensors, write_small
+from tests.tiny_models import N_VOCAB
+
+PROMPT = np.random.default_rng(1).integers(3, N_VOCAB, 40).tolist()
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+CHUNKS = (1, 2, 7, 8, 9, 10, 31, 32, 33, 512)
+
+
+def opened(path, **options) -> Engine:
+    return Engine(path, device=NumpyDevice(), **options)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_small(tmp_path_factory.mktemp("engine") / "small.gguf")
+
+
+@pytest.fixture
+def engine(path):
+    with opened(path) as engine:
+        yield engine
+
+
+def test_prefill_in_chunks_gives_the_same_logits(path):
+    results = []
+    for n in CHUNKS:
+        with opened(path, n_batch=n) as engine:
+            results.append(engine.logits(PROMPT))
+    assert results[0].shape == (len(PROMPT), N_VOCAB) and results[0].dtype == np.float32
+    largest = np.abs(results[0]).max()
+    assert all(np.abs(r - results[0]).max() <= 1e-4 * largest for r in results)
+
+
+def test_every_token_to_one_expert(tmp_path):
+    """The last experts' router rows are made so large, with one sign, that they always win or lose."""
+    tensors = small_tensors()
+    for i in range(2):
+        tensors[f"blk.{i}.ffn_norm.weight"] = np.zeros(D, np.float32)
+        tensors[f"blk.{i}.ffn_norm.weight"][0] = 1.0
+        tensors[f"blk.{i}.ffn_gate_inp.weight"] = np.zeros((EXPERTS, D), np.float32)
+
+    def keys(writer):
+        small_keys(writer)
+
+    path = write_small(tmp_path / "one.gguf", tensors, keys)
+    results = []
+    for n in CHUNKS:
+        with opened(path, n_batch=n) as engine:
+            seen = []
+            moe = engine.scheduler.moe
+            engine.scheduler.moe = lambda layer, h, routing: (seen.append(routing.workload), moe(layer, h, routing))[1]
+            results.append(engine.logits(PROMPT))
+            assert all(w[2:].sum() == 0 for w in seen)  # equal logits: the first two of four
+    assert all(np.abs(r - results[0]).max() <= 1e-4 * np.abs(results[0]).max() for r in results)
+
+
+def test_decode_continues_what_prefill_began(engine):
+    tokens = list(engine.tokens(PROMPT, GREEDY))
+    whole = engine.logits(PROMPT + tokens)
+    assert whole[len(PROMPT) - 1 : -1].argmax(axis=1).tolist() == tokens
+
+
+def test_sequences_decoded_together(path):
+    prompts = [PROMPT[:5], PROMPT[5:17], PROMPT[17:20]]
+    with opened(path) as alone:
+        expected = [alone.logits(p + [7])[-1] for p in prompts]
+    with opened(path, n_seq=3) as engine:
+        for s, prompt in enumerate(prompts):
+            assert engine.forward(prompt, range(len(prompt)), [s] * len(prompt), rows=None) is None
+        logits = engine.forward([7, 7, 7], [len(p) for p in prompts], [0, 1, 2])
+    assert np.allclose(logits, expected, atol=1e-4)
+
+
+def test_text_comes_in_whole_characters(engine, monkeypatch):
+    """The bytes of an emoji are four tokens of this vocabulary."""
+    emoji = [3 + b for b in "a\U0001f600\u00e9".encode()]
+    monkeypatch.setattr(engine, "_tokens", lambda ids, params: iter(emoji))
+    assert list(engine.generate(PROMPT)) == ["a", "\U0001f600", "\u00e9"]
+    monkeypatch.setattr(engine, "_tokens", lambda ids, params: iter(emoji[:3]))
+    assert list(engine.generate(PROMPT)) == ["a", "\ufffd"]
+
+
+def test_stop_texts(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_tokens", lambda ids, params: iter([3 + b for b in b"one two three"]))
+    assert "".join(engine.generate(PROMPT, SamplingParams(stop=["two"]))) == "one "
+    assert engine.stats.finish == "stop"
+
+
+def test_a_prompt_can_be_text(engine):
+    ids = engine.tokenizer.encode("hi")
+    assert "".join(engine.generate("hi", GREEDY)) == "".join(engine.generate(ids, GREEDY))
+
+
+def test_number_of_tokens(path):
+    with opened(path, n_ctx=48) as engine:
+        assert len(list(engine.tokens(PROMPT, SamplingParams(max_tokens=3)))) == 3 and engine.stats.finish == "length"
+        assert list(engine.tokens(PROMPT, SamplingParams(max_tokens=0))) == []
+        endless = SamplingParams(temperature=0, max_tokens=-2)
+        assert len(list(engine.tokens(PROMPT, endless))) == 8 and engine.stats.finish == "context"
+        assert len(list(engine.tokens(PROMPT, SamplingParams(temperature=0, max_tokens=99)))) == 8
+
+
+def test_end_of_text_ends(engine, monkeypatch):
+    logits = np.zeros((1, N_VOCAB), np.float32)
+    logits[0, 2] = 9  # </s>
+    monkeypatch.setattr(engine, "forward", lambda *a, **k: logits)
+    assert list(engine.tokens(PROMPT, GREEDY)) == [] and engine.stats.finish == "eos"
+    assert len(list(engine.tokens(PROMPT, SamplingParams(temperature=0, max_tokens=-2)))) == 24
+
+
+def test_figures(engine):
+    list(engine.tokens(PROMPT, GREEDY))
+    first = engine.stats
+    list(engine.tokens(PROMPT, GREEDY))
+    assert first.prefill_tokens == len(PROMPT) and first.decode_tokens == 15 and first.finish == "length"
+    assert first.decode_rate > 0 and first.prefill_rate > 0 and first.read_rate > 0
+    assert first.logits_hash == engine.stats.logits_hash != 0
+    assert f"logits {first.logits_hash:08x}" in first.line() and first.as_dict()["decode_tokens"] == 15
+
+
+def test_interrupted(engine):
+    answer = engine.generate(PROMPT, GREEDY)
+    next(answer)
+    answer.close()
+    assert engine.stats.finish == "interrupted" and engine.stats.prefill_tokens == len(PROMPT)
+
+
+def test_bytes_of_a_token_are_those_of_its_experts(engine):
+    expert = engine.model.experts[0].expert_bytes()
+    dense = sum(t.nbytes for n, t in engine.file.tensors.items() if "_exps" not in n)
+    assert expert == 3 * 32 * 34 and engine.model.bytes_per_token == dense + 2 * 2 * expert
+
+
+@pytest.mark.parametrize(
+    "ids, expected",
+    [([], "empty"), ([1] * 64, "64 tokens, the context room for 63"), ([N_VOCAB], "whole numbers"), ([-1], "whole"), ([0.5], "whole")],
+)
+def test_impossible_prompts(engine, ids, expected):
+    for call in (engine.generate, engine.tokens):
+        with pytest.raises(InputError, match=expected):
+            call(ids)
+
+
+def test_context_is_not_larger_than_trained(path, capsys):
+    with opened(path) as engine:
+        assert engine.n_ctx == 64 and capsys.readouterr().err == ""
+    assert context_size(9999, 64) == 64 and "9999 is more than the model's 64" in capsys.readouterr().err
+    assert context_size(0, 64) == 64 and context_size(16, 64) == 16
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n_batch": 0}, {"threads": -1}, {"n_seq": "2"}, {"n_ctx": -5}, {"kv_type": "f8"}, {"device": "tpu"}]
+)
+def test_impossible_options(path, wrong):
+    with pytest.raises(InputError):
+        Engine(path, **wrong)
+
+
+def test_nan_names_the_layer(tmp_path):
+    tensors = small_tensors()
+    tensors["blk.1.attn_norm.weight"] = np.full(D, np.nan, np.float32)
+    with opened(write_small(tmp_path / "nan.gguf", tensors)) as engine:
+        with pytest.raises(NumericError, match="layer 1 of 2"):
+            engine.logits(PROMPT)
+
+
+def without(name):
+    return {k: v for k, v in small_tensors().items() if k != name}
+
+
+@pytest.mark.parametrize(
+    "tensors, expected",
+    [
+        (without("output_norm.weight"), "tensor output_norm.weight is missing"),
+        (without("blk.1.ffn_up_exps.weight"), "tensor blk.1.ffn_up_exps.weight is missing"),
+        ({**small_tensors(), "blk.0.attn_q.weight": np.zeros((32, 64), np.float32)}, "the shape [32, 64]; expected [32, 32]"),
+        ({**small_tensors(), "blk.0.attn_norm.weight": np.zeros(31, np.float32)}, "the shape [31]; expected [32]"),
+        ({**small_tensors(), "blk.0.odd.weight": np.zeros(32, np.float32)}, "1 tensors are not part of the llama"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, tensors, expected):
+    path = write_small(tmp_path / "bad.gguf", tensors)
+    with pytest.raises(ModelFileError) as caught:
+        opened(path)
+    assert expected in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_experts_and_their_count_belong_together(tmp_path):
+    def no_count(writer):
+        small_keys(writer)
+        del writer.kv_data[0]["llama.expert_count"]
+
+    with pytest.raises(ModelFileError, match="expert_count is missing, but the file has the router blk.0"):
+        opened(write_small(tmp_path / "a.gguf", keys=no_count))
+    tensors = {k: v for k, v in small_tensors().items() if "gate_inp" not in k}
+    with pytest.raises(ModelFileError, match="expert_count is 4, but the file has no router"):
+        opened(write_small(tmp_path / "b.gguf", tensors))
+
+
+def test_a_vocabulary_alone_is_no_model(tmp_path):
+    with pytest.raises(ModelFileError, match="only a vocabulary"):
+        opened(write_small(tmp_path / "v.gguf", {}))
+
+
+def test_unknown_architecture_and_type(path, tmp_path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(path.read_bytes().replace(b"llama", b"lhama"))
+    with pytest.raises(UnsupportedError, match="'lhama' is not supported; known are deepseek2, gpt-oss, llama"):
+        opened(other)
+    table = path.read_bytes()
+    name = table.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 16
+    other.write_bytes(table[:name] + struct.pack("<I", 34) + table[name + 4 :])  # TQ1_0: rows of 256
+    with pytest.raises(ModelFileError, match="blk.0.attn_q.weight"):
+        opened(other)
+
+
+def mutated(content: bytes, header: int, rng: random.Random) -> bytes:
+    """One damage: mostly in the header, where it matters."""
+    at = rng.randrange(header) if rng.random() < 0.9 else rng.randrange(len(content))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        return content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
+    if kind == 2:
+        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    if kind == 3:
+        return content[:at] + rng.randbytes(rng.randrange(1, 9)) + content[at:]
+    if kind == 4:
+        return content[:at] + content[at + rng.randrange(1, 9) :]
+    odd = (0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+    return content[:at] + struct.pack("<Q", rng.choice(odd)) + content[at + 8 :]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_2000_damaged_files(path, tmp_path):
+    """Each opens and answers, or gives one DaliError of one line. Seeded: a failure repeats."""
+    content = path.read_bytes()
+    header = min(t.offset for t in opened(path).file.tensors.values())
+    rng, damaged, failures = random.Random(5), tmp_path / "damaged.gguf", 0
+    for _ in range(2000):
+        damaged.write_bytes(mutated(content, header, rng))
+        try:
+            with opened(damaged, n_ctx=16) as engine:
+                engine.logits(PROMPT[:3])
+                list(engine.generate(PROMPT[:3], SamplingParams(max_tokens=1)))
+        except DaliError as error:
+            failures += 1
+            assert "\n" not in str(error)
+    assert 200 < failures < 2000
