@@ -12,6 +12,7 @@ from pathlib import Path
 from dali_gguf.errors import InputError
 
 PREFIX = "hf:"
+TIMEOUT = 20  # seconds to wait for the hub's answer
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 QUANT = re.compile(r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d\w*|MXFP4\w*|BF16|F16|F32))(?![a-z0-9])", re.I)
 PREFERRED = (
@@ -81,8 +82,9 @@ def download(repository: Repository) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        files = HfApi(endpoint=repository.endpoint).list_repo_files(repository.id)
-        choice = choose(repository, files)
+        # not list_repo_files: without a connection it tries again for half a minute
+        info = HfApi(endpoint=repository.endpoint).model_info(repository.id, timeout=TIMEOUT)
+        choice = choose(repository, [file.rfilename for file in info.siblings or ()])
         paths = [
             hf_hub_download(
                 repository.id, name, cache_dir=repository.cache, endpoint=repository.endpoint
