@@ -29,6 +29,15 @@ def test_candidates_are_sorted_and_stable():
     assert candidates(logits, 0)[0].tolist() == candidates(logits, 99)[0].tolist() == [1, 3, 4, 2, 0, 5]
 
 
+@pytest.mark.parametrize("n", [100, 640, 5000])
+def test_candidates_of_a_large_vocabulary(n):
+    rng = np.random.default_rng(n)
+    for logits in (rng.standard_normal(n), rng.integers(0, 9, n), np.zeros(n)):
+        expected = np.argsort(-logits, kind="stable")
+        for k in (1, 7, 40):
+            assert candidates(logits.astype(np.float32), k)[0].tolist() == expected[:k].tolist()
+
+
 def test_top_p_keeps_the_one_that_crosses():
     assert len(top_p(log(0.5, 0.3, 0.1, 0.1), 0.79)) == 2
     assert len(top_p(log(0.5, 0.3, 0.1, 0.1), 0.81)) == 3
