@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from dali_gguf import models
-from dali_gguf.config import ModelConfig
 from dali_gguf.device import Device, Step
 from dali_gguf.errors import InputError, NumericError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Pass
-from dali_gguf.offload.scheduler import Scheduler
+from dali_gguf.offload import disk_tier
 from dali_gguf.sampler import Sampler, SamplingParams
 from dali_gguf.stats import Stats, hash_logits
 from dali_gguf.stopping import StopFilter
@@ -36,6 +35,7 @@ class EngineOptions:
     n_seq: int = 1
     kv_type: str = "f16"
     mmap: bool = True
+    ram: int | str | None = None
 
     def __post_init__(self):
         for name, value in (("n_batch", self.n_batch), ("n_seq", self.n_seq), ("threads", self.threads or 1)):
@@ -64,22 +64,31 @@ class Engine:
         n_seq: int = 1,
         kv_type: str = "f16",
         mmap: bool = True,
+        ram: int | str | None = None,
     ):
         """path None: the model that comes with the package. n_ctx 0: as trained, never more.
 
-        n_batch: tokens of a prefill step. n_seq: sequences that can be decoded together.
-        Raises ModelFileError, UnsupportedError, InputError.
+        n_batch: tokens of a prefill step. n_seq: sequences that can be decoded together. ram: main
+        memory to use, in bytes or like "6G"; None: what there is. A model that does not fit streams
+        its experts from disk. Raises ModelFileError, UnsupportedError, InputError, MemoryBudgetError.
         """
-        self.options = EngineOptions(n_ctx, threads, device, n_batch, n_seq, kv_type, mmap)
+        self.options = EngineOptions(n_ctx, threads, device, n_batch, n_seq, kv_type, mmap, ram)
         self.path = Path(path) if path is not None else default_model()
         self.stats = Stats()
-        self.file = GGUFFile.open(self.path, mmap=mmap)
+        self.file = GGUFFile.open(self.path)
         try:
-            self.config = ModelConfig.from_metadata(self.file.metadata, str(self.path))
+            self.config = models.read_config(self.file)
             self.n_ctx = context_size(n_ctx, self.config.n_ctx_train)
             self.device = make_device(device, threads)
+            room = disk_tier.room_for(ram)
+            self.memory = disk_tier.plan_model(
+                self.file, self.config, room, self.n_ctx, n_seq, n_batch, kv_type
+            )
+            self.file = disk_tier.place_weights(self.memory, self.file, mmap)
             self.model = models.load_model(self.file, self.config, self.device)
-            self.scheduler = Scheduler(self.device, self.model.experts, self.model.routers)
+            self.scheduler = disk_tier.make_scheduler(
+                self.memory, self.device, self.model.experts, self.model.routers, self.config
+            )
             self.cache = self.model.new_cache(n_seq, self.n_ctx, kv_type)
         except BaseException:
             self.file.close()
@@ -136,6 +145,7 @@ class Engine:
         for start in self._starts(ids):
             logits = self._prefill(ids, start, slice(-1, None) if start + self.options.n_batch >= len(ids) else None)
         self.stats = self.stats.prefilled(len(ids), time.perf_counter() - started)
+        before = self.scheduler.disk_stats()
         for position in range(len(ids), len(ids) + wanted):
             started = time.perf_counter()
             self.stats = self.stats.hashed(hash_logits(logits[0], self.stats.logits_hash))
@@ -146,6 +156,8 @@ class Engine:
             last = position + 1 == len(ids) + wanted
             logits = logits if last else self.forward([token], [position])
             self.stats = self.stats.decoded(0 if last else 1, time.perf_counter() - started)
+            if before is not None:
+                self.stats = self.stats.with_disk(self.scheduler.disk_stats() - before)
             yield token
         self.stats = self.stats.finished("length" if wanted == params.max_tokens else "context")
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dali_gguf.offload.arena_stats import ArenaStats
+
 HASH_STRIDE = 16  # every logit depends on the whole hidden state, so a sixteenth of them is enough
 
 
@@ -12,6 +14,7 @@ HASH_STRIDE = 16  # every logit depends on the whole hidden state, so a sixteent
 class Stats:
     """Tokens and seconds of the two phases. finish: eos, stop, length, context, or interrupted.
 
+    disk: what decode took from disk, None if all weights are in memory.
     logits_hash: CRC-32 over the logits that tokens were drawn from: the same on every run that
     computed the same bits.
     """
@@ -23,6 +26,7 @@ class Stats:
     bytes_per_token: int = 0
     logits_hash: int = 0
     finish: str = ""
+    disk: ArenaStats | None = None
 
     @property
     def prefill_rate(self) -> float:
@@ -49,18 +53,23 @@ class Stats:
     def hashed(self, logits_hash: int) -> "Stats":
         return replace(self, logits_hash=logits_hash)
 
+    def with_disk(self, disk: ArenaStats) -> "Stats":
+        return replace(self, disk=disk)
+
     def finished(self, reason: str) -> "Stats":
         return replace(self, finish=reason)
 
     def line(self) -> str:
+        disk = f"{self.disk.line(self.decode_tokens)} | " if self.disk is not None else ""
         return (
             f"prefill {self.prefill_tokens} tokens, {self.prefill_rate:.1f} tokens/s | "
             f"decode {self.decode_tokens} tokens, {self.decode_rate:.1f} tokens/s, {self.read_rate:.1f} GB/s | "
-            f"logits {self.logits_hash:08x} | stopped by {self.finish}"
+            f"{disk}logits {self.logits_hash:08x} | stopped by {self.finish}"
         )
 
     def as_dict(self) -> dict:
         """For --json."""
+        disk = {} if self.disk is None else self.disk.as_dict(self.decode_tokens)
         return {
             "prefill_tokens": self.prefill_tokens,
             "prefill_tokens_per_second": round(self.prefill_rate, 2),
@@ -69,6 +78,7 @@ class Stats:
             "gigabytes_per_second": round(self.read_rate, 3),
             "logits_hash": f"{self.logits_hash:08x}",
             "finish": self.finish,
+            **disk,
         }
 
 

@@ -42,7 +42,9 @@ def layer_experts(file: File, layer: int, n_expert: int, form: str, down: Q = Q.
         ones = [
             [f.tensor(f"{name}{role}.{e}.weight", shape, kind) for e in range(n_expert)]
             for role, f, shape, kind in (
-                ("gate", file, (F, D), Q.Q8_0), ("up", file, (F, D), Q.Q8_0), ("down", shard, (D, 64), down),
+                ("gate", file, (F, D), Q.Q8_0),
+                ("up", file, (F, D), Q.Q8_0),
+                ("down", shard, (D, 64), down),
             )
         ]
         return LayerExperts(layer, *(tuple(one) for one in ones))
@@ -53,7 +55,8 @@ def layer_experts(file: File, layer: int, n_expert: int, form: str, down: Q = Q.
         gates = tuple(both.part(2 * F * e, F) for e in range(n_expert))
         ups = tuple(both.part(2 * F * e + F, F) for e in range(n_expert))
         return LayerExperts(layer, gates, ups, downs)
-    gate, up = (file.tensor(f"{name}{role}_exps.weight", (n_expert, F, D)) for role in ("gate", "up"))
+    gate = file.tensor(f"{name}gate_exps.weight", (n_expert, F, D))
+    up = file.tensor(f"{name}up_exps.weight", (n_expert, F, D))
     return LayerExperts(
         layer, tuple(gate.expert(e) for e in range(n_expert)),
         tuple(up.expert(e) for e in range(n_expert)), downs,
@@ -68,7 +71,8 @@ def model(folder: Path, n_layer: int = 4, n_expert: int = 8, form: str = "merged
     layers = {}
     for i in range(n_layer):
         kind = odd_down if i % 2 else Q.Q8_0
-        layers[i] = layer_experts(files[i % shards], i, n_expert, form, kind, files[(i + 1) % shards])
+        own, other = files[i % shards], files[(i + 1) % shards]
+        layers[i] = layer_experts(own, i, n_expert, form, kind, other)
     for file in files:
         file.write()
     return layers

@@ -27,8 +27,8 @@ def arena_for(layers, slots, **options):
 
 def matrices_in(arena, layer, e, experts):
     """The bytes of gate, up and down that the arena's addresses point to."""
-    places = arena.addresses(layer)
-    return [ctypes.string_at(int(places[i, e]), t.nbytes) for i, t in enumerate(experts.matrices(e))]
+    places = arena.addresses(layer)[:, e].tolist()
+    return [ctypes.string_at(at, t.nbytes) for at, t in zip(places, experts.matrices(e))]
 
 
 def take(arena, layers, layer, ids, frozen=False):

@@ -100,14 +100,18 @@ class ExpertArena:
                 if not coming and not arrived:
                     self._drop_guesses(slot_class)
                     continue
-            if not arrived:
-                arrived = [key for key in self._wait() if key in coming]
-                coming.difference_update(arrived)
-            if arrived:  # few at a time in a long prefill, so that their slots are soon read into
-                now = np.array(arrived[:GROUP] if frozen else arrived, np.int64)
-                del arrived[: len(now)]
-                yield now - first
-                slot_class.release(now)
+            self._settle()
+            new = [key for key in coming if self.state[key] == RESIDENT]
+            if not arrived and not new:
+                self._wait()
+                continue
+            arrived += new
+            coming.difference_update(new)
+            # few at a time in a long prefill, so that their slots are soon read into
+            now = np.array(arrived[:GROUP] if frozen else arrived, np.int64)
+            del arrived[: len(now)]
+            yield now - first
+            slot_class.release(now)
 
     def hint(self, layer: int, ids: np.ndarray, next_step: bool = False,
              frozen: bool = False) -> int:

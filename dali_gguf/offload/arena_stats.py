@@ -61,6 +61,18 @@ class ArenaStats:
         """Bytes a second while at least one read was under way."""
         return self.bytes_read / self.read_seconds if self.read_seconds > 0 else 0.0
 
+    def as_dict(self, tokens: int) -> dict:
+        """For --json: everything counted, and the figures of the closing line."""
+        return {
+            "disk": {f.name: getattr(self, f.name) for f in fields(self)}
+            | {
+                "hit_rate": round(self.hit_rate, 4),
+                "gigabytes_per_second": round(self.bandwidth / 1e9, 3),
+                "megabytes_per_token": round(self.bytes_read / max(tokens, 1) / 1e6, 2),
+                "wait_ms_per_token": round(1e3 * self.wait_seconds / max(tokens, 1), 3),
+            }
+        }
+
     def line(self, tokens: int) -> str:
         """The closing line's figures: hits, speed of the disk, wait and bytes a token."""
         n = max(tokens, 1)

@@ -8,14 +8,14 @@ from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena import ExpertArena
 from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.offload.look_ahead import LookAhead
+from dali_gguf.offload.pays import Pays
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.slots import RING
-from dali_gguf.offload.trial import Trial
 from dali_gguf.routing import LayerExperts, Routing
 
 SCAN = 2  # a step of T tokens is a scan (prefill) from T * A >= SCAN * E on
-
 NEARLY_ALL = 0.9
+TAUGHT = 32  # tokens of a scan that the look-ahead learns from
 
 
 class DiskScheduler(Scheduler):
@@ -25,12 +25,11 @@ class DiskScheduler(Scheduler):
                  arena: ExpertArena, n_used: int, n_embd: int, prefetch: bool = True):
         super().__init__(device, experts, routers)
         self.arena = arena
-        self.look_ahead = LookAhead(device, routers, n_used, n_embd) if prefetch else None
-        self.trial = Trial()
+        self.look_ahead = LookAhead(device, routers, n_used, n_embd)
+        self.pays = Pays(("prefetch",) if prefetch else ())
         layers = sorted(experts)
         self._first, self._next = layers[0], dict(zip(layers, layers[1:]))
-        self._began = 0.0
-        self._tokens = 0
+        self._began: float | None = None
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """As Scheduler.moe: the same bits, whatever was in memory and whatever arrived first."""
@@ -39,7 +38,8 @@ class DiskScheduler(Scheduler):
         ids = np.flatnonzero(routing.workload)
         scan = routing.expert_ids.size >= SCAN * len(routing.workload)
         arrivals = self.arena.need(layer, ids, routing.workload[ids], frozen=scan)
-        self._guess(layer, h, routing, scan)
+        if self.pays.enabled("prefetch"):
+            self._guess(layer, h, routing, scan)
         step = self.device.moe_begin(h, routing, self.experts[layer])
         addresses = self.arena.addresses(layer)
         for here in arrivals:
@@ -48,29 +48,30 @@ class DiskScheduler(Scheduler):
             self._read_on(self._next[layer], len(ids))
         return self.device.moe_end(step)
 
+    def _guess(self, layer: int, h: Array, routing: Routing, scan: bool) -> None:
+        """Starts reading what the next layers will probably need; a scan only teaches."""
+        if scan:
+            h, ids = h[-TAUGHT:], routing.expert_ids[-TAUGHT:]
+            self.look_ahead.observe(layer, h, ids)
+            self.look_ahead.guess(layer, h)
+            return
+        self.look_ahead.observe(layer, h, routing.expert_ids)
+        for target, ids in self.look_ahead.guess(layer, h):
+            self.arena.hint(target, ids)
+
     def _read_on(self, layer: int, active: int) -> None:
         """A scan that used nearly all experts will do so again: the disk works during attention."""
-        absent = np.flatnonzero(~self.arena.resident(layer))
         if active >= NEARLY_ALL * self.arena.n_expert:
+            absent = np.flatnonzero(~self.arena.resident(layer))
             self.arena.hint(layer, absent[:RING], frozen=True)
 
-    def _guess(self, layer: int, h: Array, routing: Routing, scan: bool) -> None:
-        if scan or self.look_ahead is None:
-            return
-        self.look_ahead.observe(layer, h, routing.workload)
-        if self.trial.on or self.trial.learning:
-            for target, ids in self.look_ahead.guess(layer, h):
-                if self.trial.on:
-                    self.arena.hint(target, ids)
-
     def _time_step(self, tokens: int) -> None:
-        """Decode steps decide whether guessing pays."""
         now = time.perf_counter()
-        if tokens == 1 == self._tokens and self.look_ahead is not None:
-            self.trial.step(now - self._began)
-        self._began, self._tokens = now, tokens
+        if self._began is not None:
+            self.pays.record(1e6 * (now - self._began), tokens)
+        self._began = now
 
-    def stats(self) -> ArenaStats:
+    def disk_stats(self) -> ArenaStats:
         return self.arena.stats()
 
     def close(self) -> None:

@@ -55,12 +55,20 @@ def expert_sizes(tensors: dict[str, Tensor], n_expert: int) -> np.ndarray:
     return np.sort([total // n_expert + 6 * PAGE for total in layers.values()])
 
 
-def load_dense(file: GGUFFile) -> ResidentWeights:
-    """Replaces all tensors of the file but the experts by copies in memory of our own."""
-    dense = {name: t for name, t in file.tensors.items() if not is_expert(name)}
-    resident = ResidentWeights(dense)
-    file.tensors.update(resident.tensors)
-    return resident
+def place_weights(plan: MemoryPlan, file: GGUFFile, mmap: bool = True) -> GGUFFile:
+    """Gets the weights that do not stream to where they stay: mapped and asked for, read into
+    memory (mmap False), or, if the experts stream, all others in memory of our own. Returns the
+    file to use."""
+    if plan.streams:
+        dense = {name: t for name, t in file.tensors.items() if not is_expert(name)}
+        file.tensors.update(ResidentWeights(dense).tensors)
+        return file
+    if mmap:
+        read_ahead(file)
+        return file
+    path = file.paths[0]
+    file.close()
+    return GGUFFile.open(path, mmap=False)
 
 
 def make_scheduler(plan: MemoryPlan, device: Device, experts: dict[int, LayerExperts],

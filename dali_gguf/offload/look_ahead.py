@@ -40,11 +40,11 @@ class Link:
         """bool [A]: ranks that can be trusted."""
         return (self.tried >= ENOUGH) & (self.right >= CONFIDENCE * self.tried)
 
-    def judge(self, workload: np.ndarray) -> None:
-        """The target's workload is known: were the guesses right?"""
-        if self.guessed is None:
+    def judge(self, expert_ids: np.ndarray) -> None:
+        """The target's experts [T, A] are known: were the guesses right, token by token?"""
+        if self.guessed is None or len(self.guessed) != len(expert_ids):
             return
-        came_true = workload[self.guessed] > 0  # [T, A]
+        came_true = (self.guessed[:, :, None] == expert_ids[:, None, :]).any(2)  # [T, A]
         keep = np.minimum(1.0, MEMORY / np.maximum(self.tried, 1))
         self.right = self.right * keep + came_true.sum(0)
         self.tried = self.tried * keep + len(came_true)
@@ -88,14 +88,14 @@ class LookAhead:
         sure = [(k.target, np.unique(k.guessed[:, k.confident()])) for k in links]
         return [(target, ids) for target, ids in sure if len(ids)]
 
-    def observe(self, layer: int, h: np.ndarray, workload: np.ndarray) -> None:
-        """Shows each layer's input [T, D] and outcome [E], in order, before guess() of that
+    def observe(self, layer: int, h: np.ndarray, expert_ids: np.ndarray) -> None:
+        """Shows each layer's input [T, D] and choice [T, A], in order, before guess() of that
         layer."""
         if not self._to[layer]:  # the first layer: a new step
             self._inputs.clear()
             self._step += 1
         for link in self._to[layer]:
-            link.judge(workload)
+            link.judge(expert_ids)
             before = self._inputs.get(link.source)
             if before is not None and len(before) == len(h):
                 link.learn(before, h)

@@ -94,5 +94,5 @@ def _too_little(demand: Demand, room: Room, needed: int, spare: float) -> Memory
     return MemoryBudgetError(
         f"{show_size(room.nbytes)} of memory ({room.source}) is too little: weights other than "
         f"experts take {show_size(demand.dense)}, the KV cache {show_size(demand.kv)}, one step "
-        f"{show_size(demand.scratch)}; {smallest}M would work; a smaller context (-c) needs less"
+        f"{show_size(demand.scratch)}, the program {show_size(RUNTIME)}; {smallest}M would work"
     )

@@ -4,6 +4,7 @@ Schedulers with more than one place for an expert have the same `moe` and take i
 """
 
 from dali_gguf.device import Array, Device
+from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.router import RouterRule
 from dali_gguf.routing import LayerExperts, Routing
 
@@ -22,6 +23,10 @@ class Scheduler:
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""
         return self.device.moe(h, routing, self.experts[layer])
+
+    def disk_stats(self) -> ArenaStats | None:
+        """What was read from disk so far; None: all experts are in memory."""
+        return None
 
     def rule(self, layer: int) -> RouterRule:
         return self.routers[layer][1]

@@ -1,0 +1,113 @@
+"""offload/disk_scheduler.py and disk_tier.py: a model that does not fit gives the same tokens."""
+
+import os
+from itertools import islice
+
+import numpy as np
+import pytest
+from tests.arena_device import ArenaDevice
+from tests.benchmarks.disk_model import TINY, Routing, write_model
+
+from dali_gguf.engine import Engine
+from dali_gguf.errors import MemoryBudgetError, ModelFileError
+from dali_gguf.offload import budget, disk_tier
+from dali_gguf.offload.disk_scheduler import DiskScheduler
+from dali_gguf.offload.memory_plan import RUNTIME
+from dali_gguf.sampler import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=-2)
+PROMPT = [300, 301, 17, 350, 400]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    write_model(path, TINY, Routing())
+    return path
+
+
+def limited(path, monkeypatch, part, **options):
+    """An engine with room for that part of the experts."""
+    with Engine(path, n_ctx=128, device=ArenaDevice(), **options) as free:
+        demand = free.memory.demand
+    usable = demand.fixed + int(part * demand.experts)
+    room = budget.Room(int(usable / 0.97) + 1, "test")
+    monkeypatch.setattr(disk_tier, "room_for", lambda ram: room)
+    return Engine(path, n_ctx=128, device=ArenaDevice(), **options)
+
+
+def tokens(engine, n=48, prompt=PROMPT):
+    return list(islice(engine.tokens(prompt, GREEDY), n))
+
+
+@pytest.mark.parametrize("part", [0.45, 0.7, 0.95])
+def test_same_tokens_with_any_part_in_memory(path, monkeypatch, part):
+    with Engine(path, n_ctx=128, device=ArenaDevice()) as engine:
+        expected = tokens(engine)
+        assert not engine.memory.streams and engine.stats.disk is None
+    with limited(path, monkeypatch, part) as engine:
+        assert isinstance(engine.scheduler, DiskScheduler)
+        assert tokens(engine) == expected
+        s = engine.scheduler.disk_stats()
+        assert s.misses > 0, "nothing was missed: the limit did not bind, so this tested nothing"
+        assert s.hits + s.misses + s.late == s.uses and s.hits > 0
+        assert s.arena_bytes <= engine.memory.arena_bytes
+        assert engine.stats.disk.uses == 48 * TINY.n_layer * TINY.n_used
+        assert "% hits of" in engine.stats.line() and engine.stats.as_dict()["disk"]["misses"] > 0
+
+
+def test_long_prompts_give_the_same_logits(path, monkeypatch):
+    ids = np.random.default_rng(0).integers(3, TINY.n_vocab, 100).tolist()
+    with Engine(path, n_ctx=128, device=ArenaDevice(), n_batch=64) as engine:
+        expected = engine.logits(ids)
+    with limited(path, monkeypatch, 0.45, n_batch=64) as engine:
+        assert np.array_equal(engine.logits(ids), expected)
+        assert engine.scheduler.disk_stats().misses > 0
+
+
+def test_guesses_change_nothing_but_the_time(path, monkeypatch):
+    with Engine(path, n_ctx=128, device=ArenaDevice()) as engine:
+        expected = tokens(engine, 90)
+    with limited(path, monkeypatch, 0.6) as engine:
+        monkeypatch.setattr(engine.scheduler.pays, "enabled", lambda name: True)
+        assert tokens(engine, 90) == expected
+        s = engine.scheduler.disk_stats()
+        assert s.hinted > 0 and s.hints_used > 0
+        assert s.hints_used + s.hints_wasted + s.hints_cancelled <= s.hinted
+
+
+def test_counts_of_earlier_runs_fill_the_arena(path, monkeypatch):
+    counts = np.zeros((TINY.n_layer, TINY.n_expert))
+    counts[:, [2, 5, 11]] = 10
+    with limited(path, monkeypatch, 0.5) as engine:
+        model = engine.model
+        arena = disk_tier.make_scheduler(
+            engine.memory, engine.device, model.experts, model.routers, engine.config, counts
+        ).arena
+        arena.wait_idle()
+        assert all(arena.resident(layer)[[2, 5, 11]].all() for layer in range(TINY.n_layer))
+        arena.close()
+
+
+def test_a_file_cut_while_running_is_an_error_not_a_crash(path, monkeypatch, tmp_path):
+    copy = tmp_path / "cut.gguf"
+    copy.write_bytes(path.read_bytes())
+    with limited(copy, monkeypatch, 0.45) as engine:
+        running = engine.tokens(PROMPT, GREEDY)
+        next(running)
+        os.truncate(copy, 100_000)
+        wanted = r"cut.gguf: tensor blk.\d+.ffn_\w+.weight\[\d+\] at offset"
+        with pytest.raises(ModelFileError, match=wanted):
+            list(running)
+
+
+def test_too_little_memory_is_refused_with_the_budget_that_works(path):
+    with pytest.raises(MemoryBudgetError, match=r"\d+M would work"):
+        Engine(path, n_ctx=128, device=ArenaDevice(), ram=budget.resident() + RUNTIME)
+    with pytest.raises(MemoryBudgetError, match="--ram"):
+        Engine(path, n_ctx=128, device=ArenaDevice(), ram="1M")
+
+
+def test_without_mapping_the_weights_are_read(path):
+    with Engine(path, n_ctx=128, device=ArenaDevice(), mmap=False) as engine:
+        assert len(tokens(engine, 3)) == 3
