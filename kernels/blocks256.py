@@ -146,4 +146,4 @@ def expand(p, n, out, scratch):
 
 
 PANEL_BLOCK = 2048 + 512 + 256 + 64
-TEMPLATES = (scaled, sum_scratch, dot, eight_rows, pack_block, tile_block)
+INLINE, ONCE = (scaled, sum_scratch), (dot, eight_rows, pack_block, tile_block)

@@ -98,4 +98,4 @@ def expand(p, n, out, scratch):
 
 
 PANEL_BLOCK = 320
-TEMPLATES = (dot, eight_rows, pack_block, tile_block)
+INLINE, ONCE = (dot,), (eight_rows, pack_block, tile_block)

@@ -60,7 +60,7 @@ def four_by_two(p0, p1, p2, p3, n, x, z, out, out2):
     store(out2 + 12, finish(b3, p3, z, n))
 
 
-def rows(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
+def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
     """As rows.py says; a record is the float32 row itself."""
     for r in range(r0, r1, 4):
         count = min(4, r1 - r)
@@ -86,4 +86,4 @@ def expand(p, n, out, scratch):
         store(out + 4 * i, load1(p + i * BYTES))
 
 
-TEMPLATES = (finish, four_rows, four_by_two)
+INLINE, ONCE = (finish,), (four_rows, four_by_two)

@@ -18,7 +18,7 @@ from dali_gguf.kernels import (
 )
 from dali_gguf.kernels.panel import tile_dot
 from dali_gguf.kernels.quantize import FLOAT, Q8, QK
-from dali_gguf.kernels.simd import OPTIONS, inline, jit
+from dali_gguf.kernels.simd import OPTIONS, inline, inline_once, jit
 
 ROWS_SIGNATURE = types.void(*(types.intp,) * 10)
 EXPAND_SIGNATURE = types.void(*(types.intp,) * 4)
@@ -79,7 +79,6 @@ def _namespace(fmt: Format) -> dict:
     template = _TEMPLATES[fmt.kind]
     names = {**vars(rows), **vars(template), **vars(fmt.module)}
     names["WEIGHTS"] = {FLOAT: 1, Q8: 32, QK: 256}[fmt.kind]
-    names["MATMAT_FROM"] = MATMAT_FROM
     if fmt.kind != FLOAT:
         sub = 32 if fmt.kind == Q8 else fmt.module.SUB
         widen_after = max(1, min(sub // 4, 32767 // (2 * 127 * fmt.module.MAX_CODE)))
@@ -87,11 +86,16 @@ def _namespace(fmt: Format) -> dict:
     return names
 
 
-def _instantiate(fmt: Format, template: ModuleType, names: dict) -> None:
-    for function in template.TEMPLATES:
-        decorate = jit if template is rows else inline
-        copy = _copy(function, f"{function.__name__}_{fmt.name}", names)
-        names[function.__name__] = decorate(copy)
+def _instantiate(fmt: Format) -> dict:
+    """The namespace with the templates compiled lazily for one type."""
+    names, template = _namespace(fmt), _TEMPLATES[fmt.kind]
+    for function in template.INLINE + template.ONCE:
+        decorate = inline_once if function in template.ONCE else inline
+        names[function.__name__] = decorate(_copy(function, f"{function.__name__}_{fmt.name}", names))
+    if fmt.kind != FLOAT:
+        for function in rows.PIECES:
+            names[function.__name__] = jit(_copy(function, f"{function.__name__}_{fmt.name}", names))
+    return names
 
 
 def _callback(function, signature) -> int:
@@ -101,16 +105,22 @@ def _callback(function, signature) -> int:
     return compiled.address
 
 
-def rows_address(fmt: Format) -> int:
-    """Address of the type's rows() (rows.py says what it takes); compiled on first use."""
-    key = (fmt.type, "rows")
+def _product(fmt: Format, name: str) -> int:
+    key = (fmt.type, name)
     if key not in _compiled:
-        names = _namespace(fmt)
-        _instantiate(fmt, _TEMPLATES[fmt.kind], names)
-        if fmt.kind != FLOAT:
-            _instantiate(fmt, rows, names)
-        _compiled[key] = _callback(_copy(names["rows"], f"rows_{fmt.name}", names), ROWS_SIGNATURE)
+        names = _instantiate(fmt)
+        _compiled[key] = _callback(_copy(names[name], f"{name}_{fmt.name}", names), ROWS_SIGNATURE)
     return _compiled[key]
+
+
+def matvec_address(fmt: Format) -> int:
+    """Address of the type's matvec() (rows.py says what it takes); compiled on first use."""
+    return _product(fmt, "matvec")
+
+
+def matmat_address(fmt: Format) -> int:
+    """Address of the type's matmat(); for float types the same function serves both."""
+    return _product(fmt, "matvec" if fmt.kind == FLOAT else "matmat")
 
 
 def expand_address(fmt: Format) -> int:

@@ -1,17 +1,21 @@
 """Rows of a quantized matrix times records of activations: the loops, the same for every type.
 
-rows(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
+matvec and matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
     out[t, r] = weight row r . activations t, for r in [r0, r1) and t in [0, tokens)
     w, stride: address of row 0 and bytes from row to row; n: columns; records: address of
     intp [tokens], the records' addresses; out: address of float32 out[0, 0], out_stride in bytes;
     scratch: SCRATCH bytes of this thread.
-Few tokens: straight from the GGUF blocks. More: 16 rows are unpacked once into panels for all
-tokens. Both add in the same order, so the choice changes the speed and not one bit of the result.
+matvec, for few tokens, works straight from the GGUF blocks; matmat unpacks 16 rows once into panels
+for all tokens. Both add in the same order: the choice changes the speed and not one bit.
 """
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from dali_gguf.kernels.lanes import first_lane, zero_f32x8
 from dali_gguf.kernels.panel import PANELS, TOKENS, load_tile, store_tile
-from dali_gguf.kernels.simd import load_f32, load_f32x8, load_intp, store
+from dali_gguf.kernels.simd import I64, jit, load_f32, load_f32x8, load_intp, store
 
 MAX_TOKENS = 512  # of one call: the accumulators of 16 rows stay in the L1/L2 cache
 CHUNK_COLUMNS = 4096  # unpacked at a time: 16 rows of them fit the L2 cache
@@ -20,20 +24,19 @@ SCRATCH = SMALL + STAGE + PANELS * (CHUNK_COLUMNS // 32) * 384
 
 
 def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
-    ahead = 8 * stride
-    r = r0
-    while r + 8 <= r1:
-        for t in range(tokens):
-            record = load_intp(records + 8 * t)
-            y = eight_rows(w + r * stride, stride, n, record, ahead, scratch)
-            store(out + t * out_stride + 4 * r, y)
-        r += 8
-    while r < r1:
-        for t in range(tokens):
-            record = load_intp(records + 8 * t)
-            y = eight_rows(w + r * stride, 0, n, record, ahead, scratch)
-            store(out + t * out_stride + 4 * r, first_lane(y))
-        r += 1
+    for r in range(r0, r1, 8):
+        whole = r + 8 <= r1
+        count = 1 if whole else r1 - r  # the last rows, one by one: all 8 lanes compute the same
+        step = stride if whole else 0
+        for i in range(r, r + count):
+            for t in range(tokens):
+                record = load_intp(records + 8 * t)
+                y = eight_rows(w + i * stride, step, n, record, 8 * stride, scratch)
+                target = out + t * out_stride + 4 * i
+                if whole:
+                    store(target, y)
+                else:
+                    store(target, first_lane(y))
 
 
 def pack(w, stride, rows, first, last, step, panels, scratch):
@@ -83,11 +86,32 @@ def matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
                     store(target + 4 * i, load_f32(source + 4 * i))
 
 
-def rows(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
-    if tokens < MATMAT_FROM:
-        matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch)
-    else:
-        matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch)
+PIECES = (pack, tile_tokens)
 
 
-TEMPLATES = (matvec, pack, tile_tokens, matmat)
+def _call_by_address(arguments: int):
+    """An intrinsic that calls void f(intp, ...) at an address."""
+
+    def gen(context, b, sig, args):
+        fn_type = ir.FunctionType(ir.VoidType(), [I64] * arguments)
+        b.call(b.inttoptr(args[0], fn_type.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*(types.intp,) * (arguments + 1)), gen
+
+
+@intrinsic
+def call_rows(typing, function, w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
+    """Calls a matvec or matmat."""
+    return _call_by_address(10)
+
+
+@intrinsic
+def call_expand(typing, function, p, n, out, scratch):
+    return _call_by_address(4)
+
+
+@jit
+def expand_weights(function, p, n, out, scratch):
+    """Dequantizes n weights at p to float32 at out, by formats.expand_address's function."""
+    call_expand(function, p, n, out, scratch)

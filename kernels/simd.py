@@ -28,6 +28,11 @@ def inline(function):
     return njit(forceinline=True, **OPTIONS)(function)
 
 
+def inline_once(function):
+    """A piece with one caller: copied into it before compiling, which costs the least time."""
+    return njit(inline="always", **{k: v for k, v in OPTIONS.items() if k != "cache"})(function)
+
+
 class Vec(types.Type):
     """A vector of n elements (i8, i16, i32, f32) in registers."""
 

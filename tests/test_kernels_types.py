@@ -6,7 +6,7 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 
 from dali_gguf.kernels import rows
-from dali_gguf.kernels.formats import FORMATS, expand_address, rows_address
+from dali_gguf.kernels.formats import FORMATS, expand_address, matmat_address, matvec_address
 from dali_gguf.kernels.quantize import FLOAT, Q8, quantize_row, record_bytes
 from tests.kernel_helpers import call, random_weights, reference_rows
 
@@ -29,7 +29,7 @@ def test_expand_equals_reference(ggml_type):
     np.testing.assert_allclose(out, reference_rows(ggml_type, w)[0], rtol=2e-6, atol=1e-12)
 
 
-def product(ggml_type, w, x):
+def product(ggml_type, w, x, address=matvec_address):
     """out [T, rows], and the activations as the kernel sees them."""
     fmt, (tokens, n) = FORMATS[ggml_type], x.shape
     size = record_bytes(fmt.kind, n)
@@ -46,7 +46,7 @@ def product(ggml_type, w, x):
     addresses = np.array([r.ctypes.data for r in records], np.intp)
     out = np.full((tokens, len(w) + 3), 7.0, np.float32)  # 3 columns that must stay untouched
     scratch = np.empty(rows.SCRATCH, np.uint8)
-    call(rows_address(fmt), w.ctypes.data, w.shape[1], 0, len(w), n, addresses.ctypes.data,
+    call(address(fmt), w.ctypes.data, w.shape[1], 0, len(w), n, addresses.ctypes.data,
          tokens, out.ctypes.data, out.strides[0], scratch.ctypes.data)
     assert (out[:, len(w) :] == 7.0).all()
     return out[:, : len(w)], seen
@@ -63,8 +63,8 @@ def test_products(ggml_type):
         expected = seen @ full.T
         size = np.abs(seen) @ np.abs(full.T)
         assert (np.abs(y - expected) <= 1e-6 * size + 1e-30).all()
-        for tokens in (1, 2, 3, 4, 5):  # every path, the same bits
-            part, _ = product(ggml_type, w, x[:tokens])
+        for tokens in (1, 2, 3, 4, 5, 9):  # both ways, the same bits
+            part, _ = product(ggml_type, w, x[:tokens], matmat_address)
             assert (part == y[:tokens]).all(), f"{tokens} tokens, {count} x {n}"
 
 

@@ -1,0 +1,158 @@
+"""The CPU as a device: dali_gguf/device.py's operations on numpy arrays, in Numba kernels."""
+
+import numpy as np
+
+from dali_gguf.device import RopeParams, Step
+from dali_gguf.kernels import elementwise, moe
+from dali_gguf.kernels.attention import attention, contiguous
+from dali_gguf.kernels.formats import expand_address, format_of
+from dali_gguf.kernels.kv import KVCache
+from dali_gguf.kernels.matmul import Matrix, Plan, Workspace, multiply
+from dali_gguf.kernels.moe_plan import LayerPlan, MoeSpace, MoeStep
+from dali_gguf.kernels.pool import Pool
+from dali_gguf.kernels.rows import expand_weights
+from dali_gguf.router import RouterRule, route
+from dali_gguf.routing import LayerExperts, Routing
+from dali_gguf.tensor import Tensor
+
+EVERYTHING = moe.QUANTIZE | moe.GATE_UP | moe.SUM
+
+
+class CpuDevice:
+    """threads: default the physical cores. Calls must come from one thread at a time."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None):
+        self.pool = Pool(threads)
+        self.space = Workspace(self.pool)
+        self.moe_space = MoeSpace(self.space)
+        self._plans: dict[tuple[Matrix, ...], tuple[Plan, ...]] = {}
+        self._layers: dict[LayerExperts, LayerPlan] = {}
+
+    @property
+    def threads(self) -> int:
+        return self.pool.threads
+
+    # ---- weights
+
+    def weight(self, tensor: Tensor) -> Matrix:
+        return Matrix(tensor)
+
+    def vector(self, tensor: Tensor) -> np.ndarray:
+        out = np.empty(tensor.shape, np.float32)
+        expand(tensor.type, tensor.name, tensor.address, out)
+        return out
+
+    def embed(self, ids: np.ndarray, table: Matrix) -> np.ndarray:
+        out = np.empty((len(ids), table.cols), np.float32)
+        for row, token in zip(out, ids):
+            address = table.address + int(token) * table.stride
+            expand(table.tensor.type, table.tensor.name, address, row)
+        return out
+
+    # ---- products
+
+    def matmul(self, x: np.ndarray, *weights: Matrix) -> tuple[np.ndarray, ...]:
+        plans = self._plans.get(weights) or self._plan(weights)
+        x = contiguous(x)
+        if len(plans) == 1:
+            return multiply(self.space, plans[0], x)
+        results = {}
+        for plan in plans:
+            results.update(zip(plan.matrices, multiply(self.space, plan, x)))
+        return tuple(results[w] for w in weights)
+
+    def _plan(self, weights: tuple[Matrix, ...]) -> tuple[Plan, ...]:
+        """One plan for each kind of quantized activations among the weights."""
+        kinds = dict.fromkeys(w.format.kind for w in weights)
+        groups = [tuple(w for w in weights if w.format.kind == kind) for kind in kinds]
+        self._plans[weights] = tuple(Plan(group, self.threads) for group in groups)
+        return self._plans[weights]
+
+    def batched_matmul(self, x: np.ndarray, weight: Matrix) -> np.ndarray:
+        heads, rows = weight.tensor.shape[0], weight.tensor.shape[1]
+        parts = self._plans.get((weight,))
+        if parts is None:
+            matrices = [Matrix(weight.tensor.expert(h)) for h in range(heads)]
+            parts = self._plans[(weight,)] = tuple(Plan((m,), self.threads) for m in matrices)
+        out = np.empty((len(x), heads, rows), np.float32)
+        for h, plan in enumerate(parts):
+            (out[:, h],) = multiply(self.space, plan, contiguous(x[:, h]))
+        return out
+
+    # ---- everything between the products
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        return elementwise.rms_norm(self.pool, x, weight, eps)
+
+    def rope(self, x: np.ndarray, positions: np.ndarray, params: RopeParams) -> np.ndarray:
+        return elementwise.rope(self.pool, x, positions, params)
+
+    def swiglu(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        return elementwise.swiglu(self.pool, gate, up)
+
+    def sigmoid(self, x: np.ndarray) -> np.ndarray:
+        return 1 / (1 + np.exp(-x))
+
+    def concat(self, *arrays: np.ndarray) -> np.ndarray:
+        lead = np.broadcast_shapes(*(a.shape[:-1] for a in arrays))
+        return np.concatenate([np.broadcast_to(a, lead + a.shape[-1:]) for a in arrays], axis=-1)
+
+    def new_kv_cache(self, n_layer: int, n_seq: int, n_ctx: int, n_head_kv: int, k_size: int,
+                     v_size: int, kv_type: str) -> KVCache:
+        return KVCache.empty(n_layer, n_seq, n_ctx, n_head_kv, k_size, v_size, kv_type)
+
+    def attention(self, q, k, v, cache: KVCache, layer: int, step: Step, scale: float,
+                  window: int = 0, sinks=None, v_size: int = 0) -> np.ndarray:
+        return attention(self.pool, q, k, v, cache, layer, step, scale, window, sinks, v_size)
+
+    # ---- experts
+
+    def route(self, logits: np.ndarray, n_used: int, rule: RouterRule) -> Routing:
+        return route(logits, n_used, rule)
+
+    def moe(self, x: np.ndarray, routing: Routing, experts: LayerExperts) -> np.ndarray:
+        step = self.moe_begin(x, routing, experts, compute=False)
+        active = np.flatnonzero(routing.workload).astype(np.int32)
+        self.moe_space.run(step, EVERYTHING, active, step.plan.addresses)
+        return step.y
+
+    def moe_begin(self, x: np.ndarray, routing: Routing, experts: LayerExperts,
+                  compute: bool = True) -> MoeStep:
+        """Sorts the pairs and quantizes x. Then moe_run, then moe_end, before the next begin."""
+        plan = self._layers.get(experts)
+        if plan is None:
+            plan = self._layers[experts] = LayerPlan(experts, self.threads)
+        step = self.moe_space.begin(plan, contiguous(x), routing)
+        if compute:
+            self.moe_space.run(step, moe.QUANTIZE, _NONE, plan.addresses)
+        return step
+
+    def moe_run(self, step: MoeStep, expert_ids: np.ndarray, addresses: np.ndarray | None = None) -> None:
+        """Computes these experts' pairs. addresses int64 [3, E]: where gate, up and down lie."""
+        where = step.plan.addresses if addresses is None else addresses
+        self.moe_space.run(step, moe.GATE_UP, np.asarray(expert_ids, np.int32), where)
+
+    def moe_end(self, step: MoeStep) -> np.ndarray:
+        """The weighted sum [T, D] over the experts that were run."""
+        self.moe_space.run(step, moe.SUM, _NONE, step.plan.addresses)
+        return step.y
+
+    # ---- the rest
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+_NONE = np.empty(0, np.int32)
+
+
+def expand(ggml_type, name: str, address: int, out: np.ndarray) -> None:
+    """Dequantizes out.size weights at an address into out (contiguous float32)."""
+    scratch = np.empty(256, np.uint8)
+    function = expand_address(format_of(ggml_type, name))
+    expand_weights(function, address, out.size, out.ctypes.data, scratch.ctypes.data)

@@ -1,0 +1,148 @@
+"""What moe.py needs from Python: the plan of a layer, the memory of a step, and the calls."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dali_gguf.errors import UnsupportedError
+from dali_gguf.kernels import moe
+from dali_gguf.kernels.formats import Format, format_of, matmat_address, matvec_address
+from dali_gguf.kernels.matmul import MATMAT_FROM, Workspace
+from dali_gguf.kernels.pool import work_function
+from dali_gguf.kernels.quantize import record_bytes
+from dali_gguf.routing import LayerExperts, Routing
+from dali_gguf.tensor import Tensor
+
+ACTIVATIONS = {"silu": moe.SILU, "swiglu_oai": moe.SWIGLU_OAI}
+
+
+def _one_format(tensors: tuple[Tensor, ...]) -> Format:
+    """The type all experts of a role share."""
+    for t in tensors:
+        if t.type != tensors[0].type or t.shape != tensors[0].shape:
+            raise UnsupportedError(
+                f"{t.name} is {t.type.name} {t.shape}, but {tensors[0].name} is "
+                f"{tensors[0].type.name} {tensors[0].shape}: experts of a layer must be alike"
+            )
+    return format_of(tensors[0].type, tensors[0].name)
+
+
+class LayerPlan:
+    """The job record of one layer's experts, filled with what never changes.
+
+    addresses: int64 [3, E], where each expert's gate, up and down lie in the mapped file.
+    """
+
+    def __init__(self, experts: LayerExperts, threads: int):
+        self.experts = experts
+        roles = (experts.gate, experts.up, experts.down)
+        self.formats = tuple(_one_format(r) for r in roles)
+        self.n_ff, self.n_embd = experts.gate[0].rows, experts.gate[0].cols
+        self.addresses = np.array([[t.address for t in r] for r in roles], np.int64)
+        x_kind, h_kind = self.formats[0].kind, self.formats[2].kind
+        if self.formats[1].kind != x_kind:
+            raise UnsupportedError(
+                f"{experts.gate[0].name} is {self.formats[0].type.name} and {experts.up[0].name} is "
+                f"{self.formats[1].type.name}: they need activations of different kinds"
+            )
+        self.x_bytes, self.h_bytes = record_bytes(x_kind, self.n_embd), record_bytes(h_kind, self.n_ff)
+        self.f_stride = 4 * (-(-self.n_ff // 8) * 8)
+        job = self.job = np.zeros(moe.JOB_WORDS, np.int64)
+        job[moe.D], job[moe.F], job[moe.F_STRIDE] = self.n_embd, self.n_ff, self.f_stride
+        job[moe.X_KIND], job[moe.H_KIND] = x_kind, h_kind
+        job[moe.X_BYTES], job[moe.H_BYTES] = self.x_bytes, self.h_bytes
+        job[moe.N_EXPERT] = experts.n_expert
+        strides = moe.GATE_STRIDE, moe.UP_STRIDE, moe.DOWN_STRIDE
+        for at, role in zip(strides, roles):
+            job[at] = role[0].row_bytes
+        job[moe.ACTIVATION] = ACTIVATIONS[experts.activation]
+        biases = experts.gate_bias, experts.up_bias, experts.down_bias
+        self._biases = [None if b is None else np.ascontiguousarray(b, np.float32) for b in biases]
+        for at, bias in zip((moe.GATE_BIAS, moe.UP_BIAS, moe.DOWN_BIAS), self._biases):
+            job[at] = 0 if bias is None else bias.ctypes.data
+        job[moe.F_CHUNK] = max(16, min(64, self.n_ff // (2 * threads) // 16 * 16))
+        job[moe.D_CHUNK] = max(16, min(128, self.n_embd // (2 * threads) // 16 * 16))
+
+    def compile(self, most_tokens: int) -> None:
+        """Makes the products for experts with up to most_tokens tokens."""
+        job = self.job
+        if job[moe.FUNCTIONS] == 0:
+            job[moe.FUNCTIONS : moe.FUNCTIONS + 3] = [matvec_address(f) for f in self.formats]
+        if most_tokens >= MATMAT_FROM and job[moe.FUNCTIONS + 3] == 0:
+            job[moe.FUNCTIONS + 3 : moe.FUNCTIONS + 6] = [matmat_address(f) for f in self.formats]
+
+
+@dataclass(slots=True, eq=False)
+class MoeStep:
+    """A step under way: between moe_begin and moe_end. One at a time per workspace."""
+
+    plan: LayerPlan
+    x: np.ndarray
+    routing: Routing
+    y: np.ndarray
+
+
+class MoeSpace:
+    """Memory for a step's pairs, grown as needed and shared by all layers."""
+
+    def __init__(self, space: Workspace):
+        self.space = space
+        self._floats = np.empty(0, np.float32)
+        self._bytes = np.empty(0, np.uint8)
+        self._tables: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
+
+    def tables(self, n_pair: int, n_expert: int) -> tuple[np.ndarray, ...]:
+        """first int64 [E+1], token, place int32 [P], run uint8 [E], pointers int64 [2, P]."""
+        key = (n_pair, n_expert)
+        if key not in self._tables:
+            if len(self._tables) > 64:
+                self._tables.clear()
+            self._tables[key] = (
+                np.empty(n_expert + 1, np.int64), np.empty(n_pair, np.int32),
+                np.empty(n_pair, np.int32), np.empty(n_expert, np.uint8),
+                np.empty((2, n_pair), np.int64),
+            )
+        return self._tables[key]
+
+    def place(self, plan: LayerPlan, n_token: int, n_pair: int, pointers: np.ndarray) -> None:
+        """Writes the buffers' addresses into the plan's job."""
+        wide = plan.f_stride // 4
+        floats = n_pair * (2 * wide + plan.n_embd) + 64
+        if floats > self._floats.size:
+            self._floats = np.empty(floats, np.float32)
+        size = n_token * plan.x_bytes + n_pair * plan.h_bytes + 128
+        if size > self._bytes.size:
+            self._bytes = np.empty(size, np.uint8)
+        job, at = plan.job, self._floats.ctypes.data
+        job[moe.GATE], job[moe.UP] = at, at + 4 * n_pair * wide
+        job[moe.DOWN] = at + 8 * n_pair * wide
+        records = -(-self._bytes.ctypes.data // 64) * 64
+        job[moe.X_RECORDS], job[moe.H_RECORDS] = records, records + n_token * plan.x_bytes
+        at = pointers.ctypes.data
+        job[moe.X_POINTERS], job[moe.H_POINTERS] = at, at + 8 * n_pair
+        job[moe.SCRATCH] = self.space.scratch
+
+    def begin(self, plan: LayerPlan, x: np.ndarray, routing: Routing) -> MoeStep:
+        """Sorts the pairs and gives them memory; nothing is computed yet."""
+        n_token, n_used = routing.expert_ids.shape
+        first, token, place, ran, pointers = self.tables(n_token * n_used, plan.experts.n_expert)
+        self.place(plan, n_token, n_token * n_used, pointers)
+        moe.begin(plan.job, x, routing.expert_ids, routing.weights, first, token, place, ran)
+        plan.compile(n_token)
+        return MoeStep(plan, x, routing, np.empty((n_token, plan.n_embd), np.float32))
+
+    def run(self, step: MoeStep, phases: int, active: np.ndarray, addresses: np.ndarray) -> None:
+        """active int32 [n] expert ids; addresses int64 [3, E]."""
+        pool = self.space.pool
+        moe.go(moe_address(), step.plan.job, phases, active, addresses, step.y, pool.state, pool.threads)
+
+
+_address: list[int] = []
+
+
+def moe_address() -> int:
+    if not _address:
+        _address.append(work_function(moe.moe_work))
+    return _address[0]
+
+
