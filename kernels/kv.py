@@ -8,7 +8,7 @@ import numpy as np
 
 from dali_gguf.errors import InputError
 from dali_gguf.kernels.kv_rows import F16_ROWS, F32_ROWS, Q8_0_ROWS
-from dali_gguf.kernels.plan import ITEM_WORDS
+from dali_gguf.kernels.plan import ITEM_WORDS, rows_that_fit, scratch_bytes
 
 KINDS = {"f32": F32_ROWS, "f16": F16_ROWS, "q8_0": Q8_0_ROWS}
 
@@ -83,7 +83,7 @@ class KVCache:
     v_size: int
     keys: np.ndarray
     values: np.ndarray
-    geometry: np.ndarray = field(repr=False)  # int64 [8], what the kernel reads of this object
+    geometry: np.ndarray = field(repr=False)  # int64 [8], what the kernel needs of this
     workspace: Workspace = field(repr=False)
 
     @classmethod
@@ -93,7 +93,10 @@ class KVCache:
         k_bytes = row_bytes(k_size, kv_type)
         v_bytes = row_bytes(v_size, kv_type) if v_size else 0
         values = lazy_zeros((*lead, v_bytes)) if v_size else np.zeros((*lead, 0), np.uint8)
-        geometry = [KINDS[kv_type], n_layer, n_seq, n_head_kv, n_ctx, k_size, v_size, 0]
+        # without values of its own (MLA) a cache may serve values as long as its keys
+        fixed, per_row = scratch_bytes(k_size, v_size or k_size)
+        rows = rows_that_fit(k_size, v_size or k_size)
+        geometry = [KINDS[kv_type], n_seq, n_head_kv, n_ctx, 0, fixed, per_row, rows]
         return cls(
             kv_type, k_size, v_size, lazy_zeros((*lead, k_bytes)), values,
             np.array(geometry, np.int64), Workspace.empty(),

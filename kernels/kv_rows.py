@@ -10,7 +10,7 @@ from dali_gguf.kernels.lanes import (
     constant, half_to_float, narrow_i8, sign_extend_i32, to_f32, to_i32, zero_f32x8,
 )
 from dali_gguf.kernels.products import PANEL
-from dali_gguf.kernels.records import merged
+from dali_gguf.kernels.records import merged, padded
 from dali_gguf.kernels.simd import (
     jit, load_f16, load_f32, load_f32x8, load_i8x8, load_i16x8, splat_f32x8, store, v_abs,
     v_copysign, v_fadd, v_fmul,
@@ -23,40 +23,12 @@ BLOCK = 64  # keys of a block: part of the order of summation, so a change chang
 F32_ROWS, F16_ROWS, Q8_0_ROWS = 0, 1, 2  # formats of a cache row
 
 
-@jit
-def dequantize_row(kind, source, n, target):
-    """n float32 at target from a cache row at source."""
-    i = 0
-    if kind == F16_ROWS:
-        while i + 8 <= n:
-            store(target + 4 * i, half_to_float(load_i16x8(source + 2 * i)))
-            i += 8
-        while i < n:
-            store(target + 4 * i, load_f16(source + 2 * i))
-            i += 1
-    elif kind == Q8_0_ROWS:
-        while i < n:  # blocks of 32: a half scale, then 32 int8
-            scale = splat_f32x8(load_f16(source))
-            for j in range(0, 32, 8):
-                codes = to_f32(sign_extend_i32(load_i8x8(source + 2 + j)))
-                store(target + 4 * (i + j), v_fmul(codes, scale))
-            source += 34
-            i += 32
-    else:
-        while i + 8 <= n:
-            store(target + 4 * i, load_f32x8(source + 4 * i))
-            i += 8
-        while i < n:
-            store(target + 4 * i, load_f32(source + 4 * i))
-            i += 1
-
-
 _below_half = constant("f32", [0.49999997] * 8)
 
 
 @merged
 def _quantize_block(source, target):
-    """32 float32 to a Q8_0 block: scale = max |x| / 127 as a half, codes rounded half away from 0."""
+    """32 float32 to a Q8_0 block: scale max |x| / 127 as a half, codes rounded half away from 0."""
     largest = zero_f32x8()
     for j in range(0, 128, 32):
         largest = v_larger(v_abs(load_f32x8(source + j)), largest)
@@ -90,32 +62,48 @@ def store_row(kind, source, n, target):
             i += 1
 
 
-@merged
-def load_keys(kind, source, stride, keys, size, rows, target):
-    """Rows of `keys` keys as panels: element k of key i at panel i // 16, row k, column i % 16.
+@jit
+def load_rows(kind, source, stride, count, size, rows, transpose, target):
+    """`count` cache rows of `size` elements as float32 panels.
 
-    rows: scratch for eight dequantized keys. Columns beyond the keys hold anything.
+    transpose: keys; element k of row i at panel i // 16, line k, column i % 16, a panel having
+    size lines (rounded up to 8). Else values; at panel k // 16, line i, column k % 16, a panel
+    having BLOCK lines. rows: scratch for 8 rows of size rounded up to 32. Panel columns beyond
+    the data hold anything. size may be less than the row holds (MLA: values are in the keys).
     """
-    padded = (size + 7) // 8 * 8
-    for first in range(0, keys, 8):
-        for i in range(first, min(first + 8, keys)):
-            dequantize_row(kind, source + i * stride, size, rows + (i - first) * 4 * padded)
-        panel = target + first // PANEL * 64 * padded + first % PANEL * 4
-        for k in range(0, padded, 8):
-            transpose_8x8(rows + 4 * k, 4 * padded, panel + 64 * k, 64)
-
-
-@merged
-def load_values(kind, source, stride, keys, size, row, target):
-    """Rows of `keys` values as panels of BLOCK rows: 16 columns each. row: scratch for one row.
-
-    size <= the cache row's length (MLA reads values from the front of keys); row has size rounded
-    up to a panel.
-    """
-    for i in range(keys):
-        dequantize_row(kind, source + i * stride, size, row)
-        at = target + 64 * i
-        for k in range(0, size, PANEL):
-            store(at, load_f32x8(row + 4 * k))
-            store(at + 32, load_f32x8(row + 4 * k + 32))
-            at += 64 * BLOCK
+    line, depth = 4 * padded(size, 32), padded(size, 8)
+    for first in range(0, count, 8):
+        some = min(count - first, 8)
+        for r in range(some):
+            at, to = source + (first + r) * stride, rows + r * line
+            i = 0
+            if kind == F16_ROWS:
+                while i + 8 <= size:
+                    store(to + 4 * i, half_to_float(load_i16x8(at + 2 * i)))
+                    i += 8
+                while i < size:
+                    store(to + 4 * i, load_f16(at + 2 * i))
+                    i += 1
+            elif kind == Q8_0_ROWS:
+                while i < size:  # blocks of 32: a half scale, then 32 int8
+                    scale = splat_f32x8(load_f16(at))
+                    for j in range(0, 32, 8):
+                        codes = to_f32(sign_extend_i32(load_i8x8(at + 2 + j)))
+                        store(to + 4 * (i + j), v_fmul(codes, scale))
+                    at += 34
+                    i += 32
+            else:
+                while i < size:
+                    store(to + 4 * i, load_f32(at + 4 * i))
+                    i += 1
+        if transpose:
+            panel = target + first // PANEL * 64 * depth + first % PANEL * 4
+            for k in range(0, depth, 8):
+                transpose_8x8(rows + 4 * k, line, panel + 64 * k, 64)
+        else:
+            for r in range(some):
+                panel = target + 64 * (first + r)
+                for k in range(0, 4 * size, 64):
+                    store(panel, load_f32x8(rows + r * line + k))
+                    store(panel + 32, load_f32x8(rows + r * line + k + 32))
+                    panel += 64 * BLOCK

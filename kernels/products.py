@@ -104,6 +104,8 @@ def multiply_panels(a, a_stride, rows, p, p_stride, panels, n, c, c_stride, keep
         if keep:
             k, f = keep + 4 * i, add + 4 * i
         for j in range(0, panels - 3, 4):
-            _product_1x4(left, a_stride, p + j * p_stride, p_stride, n, out + 64 * j, c_stride, k, f)
+            right, target = p + j * p_stride, out + 64 * j
+            _product_1x4(left, a_stride, right, p_stride, n, target, c_stride, k, f)
         for j in range(panels // 4 * 4, panels):
-            _product_1x1(left, a_stride, p + j * p_stride, p_stride, n, out + 64 * j, c_stride, k, f)
+            right, target = p + j * p_stride, out + 64 * j
+            _product_1x1(left, a_stride, right, p_stride, n, target, c_stride, k, f)

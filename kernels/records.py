@@ -10,8 +10,9 @@ from dali_gguf.kernels.simd import I64, OPTIONS, load_ir
 def merged(function):
     """A piece that Numba merges into its callers before compiling them.
 
-    Each jitted function is compiled once more within every caller, and once for each literal
-    argument: seconds for a deep kernel. Merged pieces are compiled with their callers only.
+    A jitted function is compiled once more within every caller, and once for each literal
+    argument: seconds for a deep kernel. A merged piece is compiled with its caller only, but
+    nesting them costs Numba time too: small operations are better intrinsics.
     """
     return njit(inline="always", **OPTIONS)(function)
 
@@ -26,7 +27,12 @@ def word(typing, record, index):
     return types.intp(types.intp, types.intp), gen
 
 
-@merged
-def padded(size, to):
-    """size rounded up to a multiple of `to`."""
-    return (size + to - 1) // to * to
+@intrinsic
+def padded(typing, size, to):
+    """size >= 0 rounded up to a multiple of `to`."""
+
+    def gen(context, b, sig, args):
+        more = b.sub(b.add(args[0], args[1]), ir.Constant(I64, 1))
+        return b.mul(b.udiv(more, args[1]), args[1])
+
+    return types.intp(types.intp, types.intp), gen

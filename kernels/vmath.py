@@ -4,16 +4,14 @@ Everything here is plain IEEE arithmetic and fused multiply-add in a fixed order
 same bits on every processor.
 """
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from dali_gguf.kernels import isa
-from dali_gguf.kernels.lanes import constant, permutation, zero_f32x8
-from dali_gguf.kernels.records import merged
 from dali_gguf.kernels.simd import (
-    F16, F32, I16, I32, I64, Vec, const, load_ir, shuffle, splat_f32x8, store_ir,
-    v_fadd, v_fdiv, v_fma, v_fmul, v_fsub,
+    F16, F32, I16, I32, I64, Vec, call, const, load_ir, shuffle, splat_ir, store_ir,
 )
 
 # ---- comparisons that keep NaN in their second operand ----------------------------------------
@@ -44,91 +42,98 @@ def zero_below(typing, value, x, limit):
     return value(value, x, x), gen
 
 
-_half4 = permutation([4, 5, 6, 7, 4, 5, 6, 7])
-_half2 = permutation([2, 3, 2, 3, 2, 3, 2, 3])
-_half1 = permutation([1, 1, 1, 1, 1, 1, 1, 1])
-
-
 @intrinsic
-def lane0(typing, x):
+def largest_lane(typing, x):
+    """The largest lane of f32x8."""
+
     def gen(context, b, sig, args):
-        return b.extract_element(args[0], ir.Constant(I32, 0))
+        v = args[0]
+        for half in (4, 2, 1):
+            low, high = shuffle(b, v, range(half)), shuffle(b, v, range(half, 2 * half))
+            v = b.select(b.fcmp_ordered(">", low, high), low, high)
+        return b.extract_element(v, ir.Constant(I32, 0))
 
     return types.float32(x), gen
 
 
-@merged
-def largest_lane(x):
-    """The largest lane of f32x8."""
-    x = v_larger(x, _half4(x))
-    x = v_larger(x, _half2(x))
-    return lane0(v_larger(x, _half1(x)))
-
-
 # ---- exponentials -----------------------------------------------------------------------------
 
-
-def _all(value):
-    return constant("f32", [value] * 8)
-
-
-# adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum
-_magic, _one = _all(12582912.0), _all(1.0)
-# relative minimax polynomials of 2^r on [-1/2, 1/2] (9e-8) and e^r on [-ln2/2, ln2/2] (2e-9)
-_p1, _p2, _p3, _p4, _p5 = map(_all, (0.6931470036506653, 0.24022242426872253, 0.05550733581185341,
-                                     0.009671512991189957, 0.001326472731307149))
-_e2, _e3, _e4, _e5, _e6 = map(_all, (0.4999999403953552, 0.16666431725025177, 0.04166800156235695,
-                                     0.008374162949621677, 0.001384364441037178))
-_log2e, _ln2_high, _ln2_low = map(_all, (1.4426950408889634, -0.693145751953125,
-                                         -1.42860682030941723e-6))
-_exp2_lowest, _exp_lowest, _exp_highest = _all(-125.0), _all(-87.0), _all(88.0)
+F32X8, I32X8 = ir.VectorType(F32, 8), ir.VectorType(I32, 8)
+MAGIC = 12582912.0  # adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits
+# relative minimax polynomials: (2^r - 1) / r on [-1/2, 1/2], error 9e-8, and
+# (e^r - 1 - r) / r^2 on [-ln2/2, ln2/2], error 2e-9; highest power first
+EXP2_TERMS = (0.001326472731307149, 0.009671512991189957, 0.05550733581185341,
+              0.24022242426872253, 0.6931470036506653, 1.0)
+EXP_TERMS = (0.001384364441037178, 0.008374162949621677, 0.04166800156235695,
+             0.16666431725025177, 0.4999999403953552)
+LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.42860682030941723e-6
 
 
-@intrinsic
-def _times_power(typing, x, z):
-    """x * 2^n, where z = n + 1.5 * 2^23; exponents must stay in range."""
-
-    def gen(context, b, sig, args):
-        as_int = ir.VectorType(I32, 8)
-        n = b.shl(b.bitcast(args[1], as_int), const("i32", [23] * 8))
-        return b.bitcast(b.add(b.bitcast(args[0], as_int), n), args[0].type)
-
-    return x(x, z), gen
+def _all(value: float):
+    """f32x8 constant; the value is rounded to float32 first, as LLVM's text form demands."""
+    return const("f32", [float(np.float32(value))] * 8)
 
 
-@merged
-def exp2_softmax(x):
-    """2^x of f32x8 for x <= 0, within 2 ulp; 0 below -125 and for -infinity."""
-    t = v_larger(_exp2_lowest(), x)
-    z = v_fadd(t, _magic())
-    r = v_fsub(t, v_fsub(z, _magic()))
-    p = v_fma(_p5(), r, _p4())
-    p = v_fma(p, r, _p3())
-    p = v_fma(p, r, _p2())
-    p = v_fma(p, r, _p1())
-    p = v_fma(p, r, _one())
-    return zero_below(_times_power(p, z), x, _exp2_lowest())
+def _fma_ir(b, x, y, z):
+    return call(b, "llvm.fma.v8f32", F32X8, [x, y, z])
 
 
-@merged
-def exp_f32x8(x):
-    """e^x of f32x8 within 1 ulp for -87 <= x <= 88; beyond, the value at the nearer end."""
-    t = v_smaller(_exp_highest(), v_larger(_exp_lowest(), x))
-    z = v_fma(t, _log2e(), _magic())
-    n = v_fsub(z, _magic())
-    r = v_fma(n, _ln2_low(), v_fma(n, _ln2_high(), t))
-    p = v_fma(_e6(), r, _e5())
-    p = v_fma(p, r, _e4())
-    p = v_fma(p, r, _e3())
-    p = v_fma(p, r, _e2())
-    p = v_fma(v_fmul(p, r), r, r)
-    return _times_power(v_fadd(p, _one()), z)
+def _polynomial_ir(b, r, terms):
+    value = _all(terms[0])
+    for term in terms[1:]:
+        value = _fma_ir(b, value, r, _all(term))
+    return value
 
 
-@merged
-def silu_f32x8(x):
-    """x / (1 + e^-x)."""
-    return v_fdiv(x, v_fadd(_one(), exp_f32x8(v_fsub(zero_f32x8(), x))))
+def _times_power_ir(b, x, z):
+    """x * 2^n, where z = n + MAGIC; exponents must stay in range."""
+    n = b.shl(b.bitcast(z, I32X8), const("i32", [23] * 8))
+    return b.bitcast(b.add(b.bitcast(x, I32X8), n), F32X8)
+
+
+def _at_least_ir(b, x, limit: float):
+    """max(x, limit) that keeps NaN."""
+    return b.select(b.fcmp_ordered("<", x, _all(limit)), _all(limit), x)
+
+
+def exp2_softmax_ir(b, x):
+    t = _at_least_ir(b, x, -125.0)
+    z = b.fadd(t, _all(MAGIC))
+    r = b.fsub(t, b.fsub(z, _all(MAGIC)))
+    value = _times_power_ir(b, _polynomial_ir(b, r, EXP2_TERMS), z)
+    return b.select(b.fcmp_ordered("<", x, _all(-125.0)), _all(0.0), value)
+
+
+def exp_ir(b, x):
+    t = _at_least_ir(b, x, -87.0)
+    t = b.select(b.fcmp_ordered(">", t, _all(88.0)), _all(88.0), t)
+    z = _fma_ir(b, t, _all(LOG2E), _all(MAGIC))
+    n = b.fsub(z, _all(MAGIC))
+    r = _fma_ir(b, n, _all(-LN2_LOW), _fma_ir(b, n, _all(-LN2_HIGH), t))
+    p = _polynomial_ir(b, r, EXP_TERMS)
+    p = _fma_ir(b, b.fmul(p, r), r, r)
+    return _times_power_ir(b, b.fadd(p, _all(1.0)), z)
+
+
+def silu_ir(b, x):
+    return b.fdiv(x, b.fadd(_all(1.0), exp_ir(b, b.fsub(_all(0.0), x))))
+
+
+def _function(emit, doc):
+    @intrinsic
+    def f(typing, x):
+        def gen(context, b, sig, args):
+            return emit(b, args[0])
+
+        return x(x), gen
+
+    f.__doc__ = doc
+    return f
+
+
+exp2_softmax = _function(exp2_softmax_ir, "2^x of f32x8, x <= 0, within 2.1 ulp; 0 below -125.")
+exp_f32x8 = _function(exp_ir, "e^x of f32x8 within 1.2 ulp; x is clamped to -87 .. 88.")
+silu_f32x8 = _function(silu_ir, "x / (1 + e^-x) of f32x8.")
 
 
 # ---- half floats ------------------------------------------------------------------------------
@@ -153,30 +158,30 @@ def _round_to_half_ir(b, x):
     return b.trunc(b.or_(result, b.lshr(sign, number(16))), ir.VectorType(I16, 8))
 
 
+def _half_ir(b, x):
+    if isa.HALF:
+        return b.bitcast(b.fptrunc(x, ir.VectorType(F16, 8)), ir.VectorType(I16, 8))
+    return _round_to_half_ir(b, x)
+
+
 @intrinsic
 def float_to_half(typing, x):
     """i16x8: bits of the IEEE halves nearest to f32x8."""
 
     def gen(context, b, sig, args):
-        if isa.HALF:
-            return b.bitcast(b.fptrunc(args[0], ir.VectorType(F16, 8)), ir.VectorType(I16, 8))
-        return _round_to_half_ir(b, args[0])
+        return _half_ir(b, args[0])
 
     return Vec("i16", 8)(x), gen
 
 
 @intrinsic
-def _first_i16(typing, x):
-    def gen(context, b, sig, args):
-        return b.extract_element(args[0], ir.Constant(I32, 0))
-
-    return types.int16(x), gen
-
-
-@merged
-def half_of_float(x):
+def half_of_float(typing, x):
     """int16 bits of the half nearest to a scalar."""
-    return _first_i16(float_to_half(splat_f32x8(x)))
+
+    def gen(context, b, sig, args):
+        return b.extract_element(_half_ir(b, splat_ir(b, args[0], 8)), ir.Constant(I32, 0))
+
+    return types.int16(types.float32), gen
 
 
 # ---- blocks of vectors ------------------------------------------------------------------------
