@@ -156,8 +156,10 @@ class Keys:
         return self.count(key, default, 1)
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0 (the default may be anything)."""
+        """A finite number above 0. Where there is a default, 0 stands for it, as in llama.cpp."""
         value = self.metadata.get(self.full(key), default)
+        if type(value) is float and value == 0 and default is not None:
+            value = default
         good = type(value) in (int, float) and (value == default or 0 < value < math.inf)
         if not good:
             raise self.wrong(key, "a number above 0")

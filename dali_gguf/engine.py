@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,10 +77,12 @@ class Engine:
         self.path = Path(path) if path is not None else default_model()
         self.stats = Stats()
         self.file = GGUFFile.open(self.path)
-        try:
+        with ExitStack() as undo:  # what is open already is closed again if a later step fails
+            undo.callback(self.file.close)
             self.config = models.read_config(self.file)
             self.n_ctx = context_size(n_ctx, self.config.n_ctx_train)
             self.device = make_device(device, threads)
+            undo.callback(self._close_device)
             room = disk_tier.room_for(ram)
             self.memory = disk_tier.plan_model(
                 self.file, self.config, room, self.n_ctx, n_seq, n_batch, kv_type
@@ -90,9 +93,7 @@ class Engine:
                 self.memory, self.device, self.model.experts, self.model.routers, self.config
             )
             self.cache = self.model.new_cache(n_seq, self.n_ctx, kv_type)
-        except BaseException:
-            self.file.close()
-            raise
+            undo.pop_all()
 
     @property
     def n_vocab(self) -> int:
@@ -204,9 +205,14 @@ class Engine:
         return ids.astype(np.int32)
 
     def close(self) -> None:
+        """A device that was handed in stays open: it belongs to the caller."""
         self.scheduler.close()
-        self.device.close()
+        self._close_device()
         self.file.close()
+
+    def _close_device(self) -> None:
+        if isinstance(self.options.device, str):
+            self.device.close()
 
     def __enter__(self) -> "Engine":
         return self

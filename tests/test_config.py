@@ -25,6 +25,11 @@ def test_an_array_of_equal_values_counts_as_one():
     assert c.n_ff == 96
 
 
+def test_a_factor_of_0_stands_for_none():
+    c = ModelConfig.from_metadata({**GOOD, "qwen3moe.rope.scaling.factor": 0.0, "qwen3moe.expert_weights_scale": 0.0})
+    assert (c.rope.factor, c.rope.scaling, c.experts.scale) == (1.0, "none", 1.0)
+
+
 def test_layers_that_predict_further_tokens_are_not_counted():
     assert ModelConfig.from_metadata({**GOOD, "qwen3moe.nextn_predict_layers": 1}).n_layer == 1
 
