@@ -1,4 +1,4 @@
-"""Random GGUF blocks of any type: all bytes random but the scales, which stay finite and moderate."""
+"""Random GGUF blocks of any type: all bytes random but the scales, which stay moderate."""
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -6,12 +6,25 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from dali_gguf.tensor import Tensor
 
 T = GGMLQuantizationType
-HALF_AT = {T.Q8_0: [0], T.Q4_0: [0], T.Q4_1: [0, 2], T.Q5_0: [0], T.Q5_1: [0, 2], T.Q2_K: [80, 82],
-           T.Q3_K: [108], T.Q4_K: [0, 2], T.Q5_K: [0, 2], T.Q6_K: [208], T.IQ4_NL: [0], T.IQ4_XS: [0]}
+HALF_AT = {
+    T.Q8_0: [0],
+    T.Q4_0: [0],
+    T.Q4_1: [0, 2],
+    T.Q5_0: [0],
+    T.Q5_1: [0, 2],
+    T.Q2_K: [80, 82],
+    T.Q3_K: [108],
+    T.Q4_K: [0, 2],
+    T.Q5_K: [0, 2],
+    T.Q6_K: [208],
+    T.IQ4_NL: [0],
+    T.IQ4_XS: [0],
+}
 
 
-def random_tensor(kind: GGMLQuantizationType, shape: tuple[int, ...], seed: int = 0,
-                  size: float = 1.0) -> Tensor:
+def random_tensor(
+    kind: GGMLQuantizationType, shape: tuple[int, ...], seed: int = 0, size: float = 1.0
+) -> Tensor:
     """A Tensor of random weights whose values are of the order of `size`."""
     rng = np.random.default_rng(seed)
     block, nbytes = GGML_QUANT_SIZES[kind]
@@ -38,5 +51,13 @@ def _plain(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 def _span(kind: GGMLQuantizationType) -> float:
     """Roughly the largest integer that the block's scale is multiplied with."""
-    return {T.Q8_0: 127, T.Q6_K: 4096, T.Q3_K: 128, T.Q2_K: 45, T.Q4_K: 945, T.Q5_K: 1953,
-            T.IQ4_NL: 127, T.IQ4_XS: 4064}.get(kind, 16)
+    return {
+        T.Q8_0: 127,
+        T.Q6_K: 4096,
+        T.Q3_K: 128,
+        T.Q2_K: 45,
+        T.Q4_K: 945,
+        T.Q5_K: 1953,
+        T.IQ4_NL: 127,
+        T.IQ4_XS: 4064,
+    }.get(kind, 16)

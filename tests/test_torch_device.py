@@ -67,12 +67,19 @@ def test_elementwise(device):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("n_rot", [8, 16])
 def test_rope(device, interleaved, n_rot):
-    params = RopeParams(n_rot, interleaved, (1 / 10000 ** (np.arange(n_rot // 2) * 2 / n_rot)).astype(np.float32), 1.2)
+    params = RopeParams(
+        n_rot,
+        interleaved,
+        (1 / 10000 ** (np.arange(n_rot // 2) * 2 / n_rot)).astype(np.float32),
+        1.2,
+    )
     x, positions = normal(5, 3, 16), np.array([0, 1, 7, 900, 4000], np.int32)
     exact = NUMPY.rope(x, positions, params)
     close(device.rope(torch.from_numpy(x.copy()), positions, params), exact, 1e-5)
     later = positions + 3
-    close(device.rope(torch.from_numpy(x.copy()), later, params), NUMPY.rope(x, later, params), 1e-5)
+    close(
+        device.rope(torch.from_numpy(x.copy()), later, params), NUMPY.rope(x, later, params), 1e-5
+    )
 
 
 CASES = {
@@ -97,21 +104,37 @@ def test_attention(device, name, score_bytes, monkeypatch):
     ours, exact = device.new_kv_cache(*shape), NUMPY.new_kv_cache(*shape)
     assert ours.nbytes == torch_attention.kv_bytes(*shape)
     sinks = normal(heads, seed=9) if case.get("sinks") else None
-    for i, (seq, pos) in enumerate([([0] * 7, range(7)), ([0] * 6, range(7, 13)), ([1] * 3, range(3)), ([0, 1], [13, 3])]):
+    for i, (seq, pos) in enumerate(
+        [([0] * 7, range(7)), ([0] * 6, range(7, 13)), ([1] * 3, range(3)), ([0, 1], [13, 3])]
+    ):
         step = Step(np.zeros(len(seq), np.int32), np.array(pos, np.int32), np.array(seq, np.int32))
-        q, k, v = (normal(len(seq), n, 32, seed=i * 3 + j) for j, n in enumerate((heads, groups, groups)))
+        q, k, v = (
+            normal(len(seq), n, 32, seed=i * 3 + j) for j, n in enumerate((heads, groups, groups))
+        )
         v = None if v_size == 0 else v
         rest = dict(scale=0.2, window=case.get("window", 0), v_size=case.get("v_size", 0))
-        y = device.attention(*(None if a is None else torch.from_numpy(a) for a in (q, k, v)), ours, 0, step,
-                             sinks=None if sinks is None else torch.from_numpy(sinks), **rest)
-        close(y, NUMPY.attention(q, k, v, exact, 0, step, sinks=sinks, **rest), 2e-3 if "kv_type" in case else 1e-5)
+        y = device.attention(
+            *(None if a is None else torch.from_numpy(a) for a in (q, k, v)),
+            ours,
+            0,
+            step,
+            sinks=None if sinks is None else torch.from_numpy(sinks),
+            **rest,
+        )
+        close(
+            y,
+            NUMPY.attention(q, k, v, exact, 0, step, sinks=sinks, **rest),
+            2e-3 if "kv_type" in case else 1e-5,
+        )
 
 
 def test_routing_is_the_reference(device):
     logits = normal(4, 8)
     ours = device.route(torch.from_numpy(logits), 2, RouterRule(normalize=True))
     exact = NUMPY.route(logits, 2, RouterRule(normalize=True))
-    assert np.array_equal(ours.expert_ids, exact.expert_ids) and np.array_equal(ours.weights, exact.weights)
+    assert np.array_equal(ours.expert_ids, exact.expert_ids) and np.array_equal(
+        ours.weights, exact.weights
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
@@ -124,9 +147,13 @@ def test_experts(device, activation, n_token):
 
 def layer_experts(activation="silu", kinds=(Q.Q4_K, Q.Q4_K, Q.Q6_K), n_expert=6):
     shapes = [(256, 256)] * 3
-    stacks = [tuple(random_tensor(k, s, seed=9 * e + r, size=0.1) for e in range(n_expert))
-              for r, (k, s) in enumerate(zip(kinds, shapes))]
-    biases = [None] * 3 if activation == "silu" else [normal(n_expert, 256, seed=s) for s in (1, 2, 3)]
+    stacks = [
+        tuple(random_tensor(k, s, seed=9 * e + r, size=0.1) for e in range(n_expert))
+        for r, (k, s) in enumerate(zip(kinds, shapes))
+    ]
+    biases = (
+        [None] * 3 if activation == "silu" else [normal(n_expert, 256, seed=s) for s in (1, 2, 3)]
+    )
     return LayerExperts(0, *stacks, activation, *biases)
 
 
@@ -145,8 +172,12 @@ def test_a_part_of_the_experts_counts_the_rest_as_zero(device):
         for m, t in zip(e.layout.matrices, experts.matrices(i)):
             start = i * e.layout.nbytes + m.at
             memory[start : start + m.nbytes] = torch.from_numpy(t.data.copy())
-    parts = [device.compute(torch.from_numpy(x), memory, e, routing, np.array(ids), np.array(ids) * e.layout.nbytes)
-             for ids in ([0, 4], [1, 2, 3, 5])]
+    parts = [
+        device.compute(
+            torch.from_numpy(x), memory, e, routing, np.array(ids), np.array(ids) * e.layout.nbytes
+        )
+        for ids in ([0, 4], [1, 2, 3, 5])
+    ]
     close(parts[0] + parts[1], NUMPY.moe(x, routing, experts), 1e-5)
 
 

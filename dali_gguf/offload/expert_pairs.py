@@ -102,8 +102,9 @@ class PairBuilder:
         slots = n_token * n_used
         return 3 * n_jobs + 1 + 2 * slots + (slots + 1) // 2
 
-    def build(self, expert_ids: np.ndarray, weights: np.ndarray, experts: np.ndarray,
-              at: np.ndarray) -> Pairs:
+    def build(
+        self, expert_ids: np.ndarray, weights: np.ndarray, experts: np.ndarray, at: np.ndarray
+    ) -> Pairs:
         """expert_ids int32 [T, A], weights float32 [T, A], experts int64 [n], at int64 [n]."""
         n_token, n_used = expert_ids.shape
         most_size = self.room(len(experts), n_token, n_used)

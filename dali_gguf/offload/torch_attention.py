@@ -20,13 +20,24 @@ class TorchKV:
     q8_0: int8 values and a half-precision scale for every 32 of them, as ggml rounds them.
     """
 
-    def __init__(self, device: torch.device, n_layer: int, n_seq: int, n_ctx: int, n_head_kv: int,
-                 k_size: int, v_size: int, kv_type: str):
+    def __init__(
+        self,
+        device: torch.device,
+        n_layer: int,
+        n_seq: int,
+        n_ctx: int,
+        n_head_kv: int,
+        k_size: int,
+        v_size: int,
+        kv_type: str,
+    ):
         if kv_type not in ("f16", "f32", "q8_0"):
             raise InputError(f"--kv-type {kv_type!r} is unknown: choose f16, q8_0 or f32")
         if kv_type == "q8_0" and (k_size % Q8_BLOCK or v_size % Q8_BLOCK):
-            raise InputError(f"--kv-type q8_0 needs head sizes that are multiples of {Q8_BLOCK}, "
-                             f"found {k_size} and {v_size}: use f16")
+            raise InputError(
+                f"--kv-type q8_0 needs head sizes that are multiples of {Q8_BLOCK}, "
+                f"found {k_size} and {v_size}: use f16"
+            )
         self.kv_type = kv_type
         lead = (n_layer, n_seq, n_ctx, n_head_kv)
         self.k = self._empty(device, *lead, k_size)
@@ -35,8 +46,10 @@ class TorchKV:
     def _empty(self, device: torch.device, *shape: int) -> tuple[Tensor, ...]:
         if self.kv_type == "q8_0":
             scales = (*shape[:-1], shape[-1] // Q8_BLOCK)
-            return (torch.zeros(shape, dtype=torch.int8, device=device),
-                    torch.zeros(scales, dtype=torch.float16, device=device))
+            return (
+                torch.zeros(shape, dtype=torch.int8, device=device),
+                torch.zeros(scales, dtype=torch.float16, device=device),
+            )
         dtype = torch.float16 if self.kv_type == "f16" else torch.float32
         return (torch.zeros(shape, dtype=dtype, device=device),)
 
@@ -56,8 +69,9 @@ class TorchKV:
         q, scale = parts
         return (q.unflatten(-1, (-1, Q8_BLOCK)).float() * scale.float().unsqueeze(-1)).flatten(-2)
 
-    def store(self, layer: int, seq: slice | Tensor, pos: slice | Tensor, k: Tensor,
-              v: Tensor | None) -> None:
+    def store(
+        self, layer: int, seq: slice | Tensor, pos: slice | Tensor, k: Tensor, v: Tensor | None
+    ) -> None:
         """k [T, G, K], v [T, G, V] at these places of a layer."""
         for cache, x in ((self.k, k), (self.v, v)):
             if cache is not None:
@@ -76,8 +90,9 @@ class TorchKV:
         return sum(part.nbytes for part in (*self.k, *(self.v or ())))
 
 
-def kv_bytes(n_layer: int, n_seq: int, n_ctx: int, n_head_kv: int, k_size: int, v_size: int,
-             kv_type: str) -> int:
+def kv_bytes(
+    n_layer: int, n_seq: int, n_ctx: int, n_head_kv: int, k_size: int, v_size: int, kv_type: str
+) -> int:
     """Bytes that a TorchKV of this shape takes."""
     values = n_layer * n_seq * n_ctx * n_head_kv * (k_size + v_size)
     return {"f16": 2 * values, "f32": 4 * values, "q8_0": values + values // 16}[kv_type]
@@ -90,8 +105,17 @@ def runs(sequences: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(edges[:-1], edges[1:]))
 
 
-def attend(q: Tensor, cache: TorchKV, layer: int, seq: int, positions: np.ndarray, scale: float,
-           window: int, sinks: Tensor | None, v_size: int) -> Tensor:
+def attend(
+    q: Tensor,
+    cache: TorchKV,
+    layer: int,
+    seq: int,
+    positions: np.ndarray,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+    v_size: int,
+) -> Tensor:
     """One sequence's queries q [T, H, K] at ascending positions [T] over its cache: [T, H, V]."""
     n_head, longest = q.shape[1], int(positions[-1]) + 1
     rows = max(1, SCORE_BYTES // (4 * n_head * longest))
@@ -118,8 +142,9 @@ def _mask(positions: np.ndarray, start: int, end: int, window: int, device: torc
     return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(device)
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float,
-           sinks: Tensor | None) -> Tensor:
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, sinks: Tensor | None
+) -> Tensor:
     """q [T, H, K], k [S, G, K], v [S, G, V], bias [T, S] or None, sinks [H] or None: [T, H, V]."""
     t, n_head, _ = q.shape
     groups = k.shape[1]

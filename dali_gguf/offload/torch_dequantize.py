@@ -161,7 +161,20 @@ def _iq4_xs(b: Tensor) -> Tensor:
 
 _T = GGMLQuantizationType
 DECODERS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
-    _T.F32: _f32, _T.F16: _f16, _T.BF16: _bf16, _T.Q8_0: _q8_0, _T.Q4_0: _q4_0, _T.Q4_1: _q4_1,
-    _T.Q5_0: _q5_0, _T.Q5_1: _q5_1, _T.Q2_K: _q2_k, _T.Q3_K: _q3_k, _T.Q4_K: _q4_k,
-    _T.Q5_K: _q5_k, _T.Q6_K: _q6_k, _T.MXFP4: _mxfp4, _T.IQ4_NL: _iq4_nl, _T.IQ4_XS: _iq4_xs,
+    _T.F32: _f32,
+    _T.F16: _f16,
+    _T.BF16: _bf16,
+    _T.Q8_0: _q8_0,
+    _T.Q4_0: _q4_0,
+    _T.Q4_1: _q4_1,
+    _T.Q5_0: _q5_0,
+    _T.Q5_1: _q5_1,
+    _T.Q2_K: _q2_k,
+    _T.Q3_K: _q3_k,
+    _T.Q4_K: _q4_k,
+    _T.Q5_K: _q5_k,
+    _T.Q6_K: _q6_k,
+    _T.MXFP4: _mxfp4,
+    _T.IQ4_NL: _iq4_nl,
+    _T.IQ4_XS: _iq4_xs,
 }

@@ -15,8 +15,8 @@ from dali_gguf import router
 from dali_gguf.device import RopeParams, Step
 from dali_gguf.errors import UnsupportedError
 from dali_gguf.offload import torch_attention, torch_moe
-from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
 from dali_gguf.offload.torch_attention import TorchKV
+from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
 from dali_gguf.routing import LayerExperts, Routing
 from dali_gguf.tensor import Tensor
 
@@ -63,8 +63,10 @@ class TorchDevice:
 
     def weight(self, tensor: Tensor) -> TorchWeight:
         if tensor.type not in DECODERS:
-            raise UnsupportedError(f"{tensor.name} has the type {tensor.type.name}, which the GPU "
-                                   "path does not read: use --device cpu")
+            raise UnsupportedError(
+                f"{tensor.name} has the type {tensor.type.name}, which the GPU "
+                "path does not read: use --device cpu"
+            )
         return TorchWeight(tensor, self.device)
 
     def vector(self, tensor: Tensor) -> Array:
@@ -128,19 +130,49 @@ class TorchDevice:
 
     # ---- attention -------------------------------------------------------------------------
 
-    def new_kv_cache(self, n_layer: int, n_seq: int, n_ctx: int, n_head_kv: int, k_size: int,
-                     v_size: int, kv_type: str) -> TorchKV:
+    def new_kv_cache(
+        self,
+        n_layer: int,
+        n_seq: int,
+        n_ctx: int,
+        n_head_kv: int,
+        k_size: int,
+        v_size: int,
+        kv_type: str,
+    ) -> TorchKV:
         return TorchKV(self.device, n_layer, n_seq, n_ctx, n_head_kv, k_size, v_size, kv_type)
 
-    def attention(self, q: Array, k: Array, v: Array | None, cache: TorchKV, layer: int, step: Step,
-                  scale: float, window: int = 0, sinks: Array | None = None,
-                  v_size: int = 0) -> Array:
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        cache: TorchKV,
+        layer: int,
+        step: Step,
+        scale: float,
+        window: int = 0,
+        sinks: Array | None = None,
+        v_size: int = 0,
+    ) -> Array:
         if self._step is not step:  # once a step, not once a layer
-            self._step, self._places = step, (self._index(step.sequences), self._index(step.positions))
+            self._step, self._places = (
+                step,
+                (self._index(step.sequences), self._index(step.positions)),
+            )
         cache.store(layer, *self._places, k, v)
         out = [
-            torch_attention.attend(q[a:b], cache, layer, int(step.sequences[a]),
-                                   step.positions[a:b], scale, window, sinks, v_size)
+            torch_attention.attend(
+                q[a:b],
+                cache,
+                layer,
+                int(step.sequences[a]),
+                step.positions[a:b],
+                scale,
+                window,
+                sinks,
+                v_size,
+            )
             for a, b in torch_attention.runs(step.sequences)
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -168,13 +200,22 @@ class TorchDevice:
             self._experts[experts.layer] = torch_moe.DeviceExperts(self.device, experts)
         return self._experts[experts.layer]
 
-    def compute(self, x: Array, memory: Array, e: torch_moe.DeviceExperts, routing: Routing,
-                ids: np.ndarray, at: np.ndarray) -> Array:
+    def compute(
+        self,
+        x: Array,
+        memory: Array,
+        e: torch_moe.DeviceExperts,
+        routing: Routing,
+        ids: np.ndarray,
+        at: np.ndarray,
+    ) -> Array:
         """The part of a layer that experts ids int64 [n] at byte offsets `at` of memory have."""
         n_expert = len(routing.workload)
         if n_expert not in self._pairs:
             self._pairs[n_expert] = torch_moe.PairTable(self.device, n_expert)
-        return torch_moe.compute(self.kernels, x, memory, e, self._pairs[n_expert], routing, ids, at)
+        return torch_moe.compute(
+            self.kernels, x, memory, e, self._pairs[n_expert], routing, ids, at
+        )
 
     def to_host(self, x: Array) -> np.ndarray:
         return x.detach().float().cpu().numpy()

@@ -56,8 +56,10 @@ def layout_of(experts: LayerExperts) -> ExpertLayout:
         kinds = {t.type for t in stack}
         if len(kinds) > 1 or stack[0].type not in DECODERS:
             names = ", ".join(sorted(k.name for k in kinds))
-            raise UnsupportedError(f"layer {experts.layer}: {role} matrices of the types {names} do "
-                                   "not run on the GPU: use --device cpu")
+            raise UnsupportedError(
+                f"layer {experts.layer}: {role} matrices of the types {names} do "
+                "not run on the GPU: use --device cpu"
+            )
         first = stack[0]
         parts.append(Matrix(first.type, first.rows, first.cols, at, first.nbytes))
         at += -(-first.nbytes // ALIGN) * ALIGN
@@ -98,7 +100,7 @@ class PairTable:
         self.floats = self.table.view(torch.float32)
 
     def build(self, routing: Routing, experts: np.ndarray, at: np.ndarray) -> Pairs:
-        """The table for these experts (int64 ids) at byte offsets `at`, on its way to the device."""
+        """The table for experts (int64 ids) at byte offsets `at`, on its way to the device."""
         room = self.builder.room(len(experts), *routing.expert_ids.shape)
         if room > self.table.numel():
             self._grow(2 * room)
@@ -114,8 +116,16 @@ class PairTable:
         return pairs
 
 
-def compute(kernels, x: Array, base: Array, e: DeviceExperts, table: PairTable, routing: Routing,
-            experts: np.ndarray, at: np.ndarray) -> Array:
+def compute(
+    kernels,
+    x: Array,
+    base: Array,
+    e: DeviceExperts,
+    table: PairTable,
+    routing: Routing,
+    experts: np.ndarray,
+    at: np.ndarray,
+) -> Array:
     """The weighted sum of these experts' outputs, float32 [T, D]; other experts count as zero.
 
     kernels: the module triton_matmul or None. x [T, D]; base: uint8, the memory with the slots;
@@ -131,8 +141,9 @@ def compute(kernels, x: Array, base: Array, e: DeviceExperts, table: PairTable, 
 def _fused(kernels, x: Array, base: Array, e: DeviceExperts, jobs) -> Array:
     g, u, d = e.layout.matrices
     gate_bias, up_bias, down_bias = e.biases
-    up = kernels.Matrices(base, g.kind, g.rows, g.cols, g.at, u.at, e.layout.activation, gate_bias,
-                          up_bias)
+    up = kernels.Matrices(
+        base, g.kind, g.rows, g.cols, g.at, u.at, e.layout.activation, gate_bias, up_bias
+    )
     h = kernels.grouped(x, up, jobs)  # [P, F]
     down = kernels.Matrices(base, d.kind, d.rows, d.cols, d.at, bias=down_bias)
     return kernels.combine(kernels.grouped(h, down, jobs, by_pair=True), jobs)
@@ -155,7 +166,9 @@ def _plain(x: Array, base: Array, e: DeviceExperts, p: Pairs, routing: Routing) 
 
 def one_expert(x: Array, slot: Array, e: DeviceExperts, expert: int) -> Array:
     """x [n, D] through the expert whose bytes are `slot`, dequantized on the way: [n, D]."""
-    dense = [dequantize(slot[m.at : m.at + m.nbytes], m.kind, m.rows, m.cols) for m in e.layout.matrices]
+    dense = [
+        dequantize(slot[m.at : m.at + m.nbytes], m.kind, m.rows, m.cols) for m in e.layout.matrices
+    ]
     bias = [None if b is None else b[expert] for b in e.biases]
     gate, up = F.linear(x, dense[0], bias[0]), F.linear(x, dense[1], bias[1])
     h = swiglu_oai(gate, up) if e.layout.activation == "swiglu_oai" else F.silu(gate) * up

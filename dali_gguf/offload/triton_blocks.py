@@ -37,9 +37,14 @@ class Layout:
 
 _T = GGMLQuantizationType
 LAYOUTS = {
-    _T.Q4_K: Layout(32, 2, 4), _T.Q5_K: Layout(32, 2, 4), _T.Q6_K: Layout(32, 4, 2),
-    _T.Q8_0: Layout(32, 1, 4), _T.Q4_0: Layout(16, 2, 8), _T.MXFP4: Layout(16, 2, 8),
-    _T.F16: Layout(32, 1, 4), _T.BF16: Layout(32, 1, 4),
+    _T.Q4_K: Layout(32, 2, 4),
+    _T.Q5_K: Layout(32, 2, 4),
+    _T.Q6_K: Layout(32, 4, 2),
+    _T.Q8_0: Layout(32, 1, 4),
+    _T.Q4_0: Layout(16, 2, 8),
+    _T.MXFP4: Layout(16, 2, 8),
+    _T.F16: Layout(32, 1, 4),
+    _T.BF16: Layout(32, 1, 4),
 }
 
 

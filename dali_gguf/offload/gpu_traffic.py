@@ -1,0 +1,226 @@
+"""Experts on their way to the device: who gets a slot, what a copy was for, what became of it.
+
+A copy takes a spare slot. A demanded one is used in its layer and then adopted by the cache or
+dropped; a guess waits for the next layer's routing; a fill becomes resident when it arrives.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from dali_gguf.offload.cache import ExpertCache, Swap
+from dali_gguf.offload.cost import CostModel
+from dali_gguf.offload.gpu_slots import NOWHERE, GpuSlots
+from dali_gguf.offload.hybrid_counters import HybridCounters
+from dali_gguf.offload.torch_device import TorchDevice
+from dali_gguf.offload.transfer import DEMAND, DROPPED, FILL, PREFETCH, Copy, Link
+from dali_gguf.routing import LayerExperts
+
+KEEP_FREE = 1  # spare slots that guesses and fills leave for demanded copies
+
+
+class Traffic:
+    """Rows are layers with experts, in order. All methods run in the thread that calls moe."""
+
+    def __init__(
+        self,
+        device: TorchDevice,
+        slots: GpuSlots,
+        cache: ExpertCache,
+        experts: dict[int, LayerExperts],
+        layers: list[int],
+        counters: HybridCounters,
+    ):
+        self.device, self.slots, self.cache, self.counters = device, slots, cache, counters
+        self.experts, self.layers = experts, layers
+        self.link = Link(device.device)
+        self.coming: list[dict[int, Copy]] = [{} for _ in layers]  # by expert, not yet resident
+        self._swaps: dict[int, Swap] = {}  # fills under way, by id of their copy
+        self._done: list[list[Copy]] = [[] for _ in layers]  # used in this step, in spare slots
+        self._orphans: list[Copy] = []  # begun, but no longer wanted
+        self._timed: list[Copy] = []
+        self._last_use = None  # event after the last launch that read slots
+
+    def fill_all(self, resident: np.ndarray) -> None:
+        """Copies the first residents uint8 [L, E] into their slots, and waits for them."""
+        copies = []
+        for row, expert in np.argwhere(resident).tolist():
+            offset, _ = self.slots.take(row)
+            self.slots.place[row, expert] = offset
+            copies.append(self._copy(row, expert, offset, DEMAND, None))
+        self.link.offer(copies)
+        for copy in copies:
+            self.link.wait(copy)
+        self.link.bytes = self.link.copies = 0
+        self.link.busy_us = 0.0
+
+    def _copy(self, row: int, expert: int, offset: int, kind: str, free) -> Copy:
+        tensors = self.experts[self.layers[row]].matrices(expert)
+        parts = [(t.data, place) for t, place in zip(tensors, self.slots.parts(row, offset))]
+        return Copy(row, expert, offset, kind, parts, free)
+
+    def _start(self, row: int, experts: Iterable[int], kind: str, leave: int) -> list[Copy]:
+        """Copies for as many of these experts as there are slots, less `leave`."""
+        copies = []
+        for expert in experts:
+            if self.slots.spare(row) <= leave:
+                break
+            offset, free = self.slots.take(row)
+            copies.append(self._copy(row, expert, offset, kind, free))
+            self.counters.add(row, "bytes", copies[-1].nbytes)
+        self.link.offer(copies)
+        self._timed += copies
+        return copies
+
+    # ---- planning --------------------------------------------------------------------------
+
+    def near(self, row: int) -> np.ndarray:
+        """uint8 [E]: resident or on its way."""
+        here = self.cache.resident[row].copy()
+        here[list(self.coming[row])] = 1
+        return here
+
+    def here(self, row: int, workload: np.ndarray) -> np.ndarray:
+        """uint8 [E]: what this step may compute on the device without a new copy. Guesses are
+        judged: those not begun are dropped, those not used give their slot back."""
+        coming = self.coming[row]
+        guesses = [c for c in coming.values() if c.kind == PREFETCH]
+        for copy in self.link.drop(guesses):
+            self.counters.add(row, "late" if workload[copy.expert] else "wasted")
+            self.counters.add(row, "bytes", -copy.nbytes)
+            self._give(coming.pop(copy.expert), copy.free)
+        for copy in [c for c in guesses if c.expert in coming]:
+            if workload[copy.expert]:
+                self.counters.add(row, "useful" if self.link.arrived(copy) else "late")
+                copy.kind = DEMAND  # judged: from here on as any copy for this step
+            else:
+                self.counters.add(row, "wasted")
+                self._orphans.append(coming.pop(copy.expert))
+        return self.near(row)
+
+    def busy_us(self, model: CostModel) -> float:
+        """Until the link is free: half a copy for one under way, a whole one for each waiting."""
+        return model.costs.t * (self.link.waiting() + 0.5 * self.link.copying)
+
+    def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, list[Copy]]:
+        """(experts whose bytes are there, copies of the others still on their way)."""
+        coming = self.coming[row]
+        late = [coming[e] for e in ids.tolist() if e in coming and not self.link.arrived(coming[e])]
+        missing = {c.expert for c in late}
+        ready = np.array([e for e in ids.tolist() if e not in missing], np.int64)
+        for e in ready.tolist():
+            if e in coming:
+                self.link.wait(coming[e])
+                self._note(row, coming[e])
+        return ready, late
+
+    def offsets(self, row: int, ids: np.ndarray) -> np.ndarray:
+        """int64 [n]: where the bytes of experts that are there lie."""
+        at, coming = self.slots.place[row, ids], self.coming[row]
+        for i in np.flatnonzero(at == NOWHERE).tolist():
+            at[i] = coming[int(ids[i])].offset
+        return at
+
+    # ---- copies for this step --------------------------------------------------------------
+
+    def demand(self, row: int, waiting: deque[int]) -> deque[Copy]:
+        """Starts copies of the first experts of `waiting`, as many as there are slots."""
+        copies = self._start(row, list(waiting), DEMAND, 0)
+        for _ in copies:
+            waiting.popleft()
+        return deque(copies)
+
+    def next_group(self, coming: deque[Copy]) -> list[Copy]:
+        """The next copy, waited for, and those behind it that have arrived as well."""
+        group = [coming.popleft()]
+        self.link.wait(group[0])
+        while coming and self.link.arrived(coming[0]):
+            group.append(coming.popleft())
+            self.link.wait(group[-1])
+        return group
+
+    def used(self, row: int, group: list[Copy], reuse: bool) -> None:
+        """The device was given work with these. reuse: others wait for their slots."""
+        event = self._event()
+        for copy in group:
+            if reuse and copy.kind == DEMAND:
+                self._give(copy, event)
+            else:
+                self._note(row, copy)
+
+    def _note(self, row: int, copy: Copy) -> None:
+        """A copy in a spare slot that this step used; fills settle on their own."""
+        if copy.kind != FILL:
+            self._done[row].append(copy)
+
+    def _event(self):
+        if self.device.device.type == "cuda":
+            self._last_use = torch.cuda.Event()
+            self._last_use.record()
+        return self._last_use
+
+    # ---- after the step --------------------------------------------------------------------
+
+    def arrived_for(self, row: int) -> list[int]:
+        return [copy.expert for copy in self._done[row]]
+
+    def adopt(self, row: int, swaps: list[Swap]) -> None:
+        """Copied experts that the cache made resident; the other copies give their slots back."""
+        event, done = self._event(), {c.expert: c for c in self._done[row]}
+        for swap in swaps:
+            copy = done.pop(swap.load)
+            self.slots.swap(row, swap.load, swap.evict, copy.offset, event)
+            self.counters.add(row, "adopted")
+            self.coming[row].pop(swap.load, None)
+        for copy in done.values():
+            self.coming[row].pop(copy.expert, None)
+            self._give(copy, event)
+        self._done[row] = []
+        for copy in [c for c in self.coming[row].values() if c.kind == DEMAND]:
+            self._orphans.append(self.coming[row].pop(copy.expert))  # the CPU computed it
+
+    def prefetch(self, row: int, experts: list[int]) -> None:
+        for copy in self._start(row, experts, PREFETCH, KEEP_FREE):
+            self.coming[row][copy.expert] = copy
+            self.counters.add(row, "prefetched")
+
+    def fill(self, row: int, swaps: list[Swap]) -> None:
+        swaps = [s for s in swaps if s.load not in self.coming[row]]
+        for swap, copy in zip(swaps, self._start(row, [s.load for s in swaps], FILL, KEEP_FREE)):
+            self.coming[row][copy.expert] = copy
+            self._swaps[id(copy)] = swap
+            self.counters.add(row, "fills")
+
+    def settle(self) -> None:
+        """Fills that have arrived become resident; slots of unwanted copies come back."""
+        for copy in [c for c in self._orphans if self.link.arrived(c)]:
+            self._orphans.remove(copy)
+            self._give(copy, None)
+        if not self._swaps:
+            return
+        for row, coming in enumerate(self.coming):
+            for copy in [c for c in coming.values() if c.kind == FILL and self.link.arrived(c)]:
+                self.link.wait(copy)
+                del coming[copy.expert]
+                swap = self._swaps.pop(id(copy))
+                if self.cache.started(row, swap):
+                    self.cache.finished(row, swap)
+                    self.slots.swap(row, swap.load, swap.evict, copy.offset, self._last_use)
+                else:
+                    self._give(copy, None)
+
+    def new_copy_times(self) -> list[float]:
+        """Microseconds of the copies that ended since the last call."""
+        ended = [c for c in self._timed if self.link.arrived(c)]
+        self._timed = [c for c in self._timed if c.state != DROPPED and c not in ended]
+        for copy in ended:
+            self.counters.add(copy.row, "link_us", copy.us)
+        return [copy.us for copy in ended if copy.us > 0]
+
+    def _give(self, copy: Copy, event) -> None:
+        self.slots.give(copy.row, copy.offset, event)
+
+    def close(self) -> None:
+        self.link.close()

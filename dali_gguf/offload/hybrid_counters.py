@@ -1,0 +1,127 @@
+"""What the hybrid scheduler counts, by layer, and how it is told."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+FIELDS = (
+    "steps",
+    "uses",
+    "hits",
+    "misses",
+    "tokens",
+    "tokens_hit",
+    "on_cpu",
+    "on_gpu",
+    "copied",
+    "prefetched",
+    "useful",
+    "late",
+    "wasted",
+    "fills",
+    "adopted",
+    "bytes",
+    "cpu_us",
+    "gpu_us",
+    "link_us",
+    "cpu_waits_us",
+    "gpu_waits_us",
+    "predicted_us",
+    "real_us",
+    "plan_us",
+)
+
+
+class HybridCounters:
+    """figures float64 [fields, L]; hits + misses == uses always holds."""
+
+    def __init__(self, layers: list[int]):
+        self.layers = layers
+        self.figures = np.zeros((len(FIELDS), len(layers)))
+        self._index = {name: i for i, name in enumerate(FIELDS)}
+
+    def add(self, row: int, name: str, amount: float = 1) -> None:
+        self.figures[self._index[name], row] += amount
+
+    def total(self, name: str) -> float:
+        return float(self.figures[self._index[name]].sum())
+
+    def uses(self, row: int, workload: np.ndarray, here: np.ndarray) -> None:
+        """One step's experts: workload int64 [E], here bool [E] = in GPU memory when planned."""
+        active = workload > 0
+        hits = active & here
+        self.add(row, "steps")
+        self.add(row, "uses", int(active.sum()))
+        self.add(row, "hits", int(hits.sum()))
+        self.add(row, "misses", int((active & ~here).sum()))
+        self.add(row, "tokens", int(workload.sum()))
+        self.add(row, "tokens_hit", int(workload[hits].sum()))
+
+    def waits(self, row: int, cpu_us: float, gpu_us: float) -> None:
+        """Finish of both sides of a layer: the earlier one waited. Nothing if only one was used."""
+        self.add(row, "cpu_us", cpu_us)
+        self.add(row, "gpu_us", gpu_us)
+        if cpu_us and gpu_us:
+            self.add(row, "cpu_waits_us", max(0.0, gpu_us - cpu_us))
+            self.add(row, "gpu_waits_us", max(0.0, cpu_us - gpu_us))
+
+    def as_dict(self) -> dict:
+        """For --stats-json: totals, and the same by layer."""
+        whole = [f for f in FIELDS if not f.endswith("_us")]
+        table = dict(zip(FIELDS, self.figures))
+        return {
+            "total": {
+                f: int(v.sum()) if f in whole else round(v.sum(), 1) for f, v in table.items()
+            },
+            "layers": [
+                {"layer": layer}
+                | {f: int(v[i]) if f in whole else round(float(v[i]), 1) for f, v in table.items()}
+                for i, layer in enumerate(self.layers)
+            ],
+        }
+
+    def line(self) -> str:
+        """For the closing line."""
+        n = {name: self.total(name) for name in FIELDS}
+        if not n["uses"]:
+            return "no experts were used"
+        line = (
+            f"experts {n['hits'] / n['uses']:.0%} hits ({n['tokens_hit'] / n['tokens']:.0%} by "
+            f"token), {n['bytes'] / 1e6:.0f} MB moved, {n['copied']:.0f} copied, prefetch "
+            f"{n['useful']:.0f} useful {n['late']:.0f} late {n['wasted']:.0f} wasted"
+        )
+        return line + ("" if n["fills"] + n["adopted"] else ", the expert cache never acted")
+
+    def table(self) -> str:
+        """For --stats: one row a layer."""
+        rows = ["".join(f"{head:>{width}}" for head, width, _ in COLUMNS)]
+        for i, layer in enumerate(self.layers):
+            n = {name: float(self.figures[j, i]) for j, name in enumerate(FIELDS)}
+            rows.append("".join(f"{show(n | {'layer': layer}):>{w}}" for _, w, show in COLUMNS))
+        return "\n".join(rows)
+
+
+def _count(name: str) -> Callable[[dict], str]:
+    return lambda n: f"{n[name]:.0f}"
+
+
+def _ms(name: str) -> Callable[[dict], str]:
+    return lambda n: f"{n[name] / 1e3:.1f}"
+
+
+COLUMNS = (  # heading, width, how its value is shown
+    ("layer", 5, _count("layer")),
+    ("uses", 7, _count("uses")),
+    ("hits", 6, lambda n: f"{n['hits'] / max(n['uses'], 1):.0%}"),
+    ("by token", 10, lambda n: f"{n['tokens_hit'] / max(n['tokens'], 1):.0%}"),
+    ("on CPU", 8, _count("on_cpu")),
+    ("on GPU", 8, _count("on_gpu")),
+    ("copied", 8, _count("copied")),
+    ("useful/late/wasted", 20, lambda n: f"{n['useful']:.0f}/{n['late']:.0f}/{n['wasted']:.0f}"),
+    ("MB moved", 10, lambda n: f"{n['bytes'] / 1e6:.1f}"),
+    ("CPU ms", 9, _ms("cpu_us")),
+    ("GPU ms", 9, _ms("gpu_us")),
+    ("link ms", 9, _ms("link_us")),
+    ("CPU waits", 11, _ms("cpu_waits_us")),
+    ("GPU waits", 11, _ms("gpu_waits_us")),
+)

@@ -1,0 +1,163 @@
+"""The link: copies of experts from the mapped file into device memory, beside everything else.
+
+One thread owns it. Pages of a mapped file cannot be pinned, so on a GPU every piece goes through a
+ring of pinned buffers: while one is on the bus the next is filled. The copies run on a stream of
+their own; who computes with the bytes makes its stream wait for the copy's event. On the CPU
+(cpu-torch) the same thread simply copies.
+"""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+DEMAND, PREFETCH, FILL = "demand", "prefetch", "fill"
+PIECE = 1 << 20
+PIECES = 8
+WAITING, STARTED, ISSUED, DROPPED = range(4)
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One expert on its way. parts: (source uint8 numpy, target uint8 tensor) of equal sizes.
+
+    free: event after which the target may be written (None: now). us: how long it took, set
+    when it is known. error: what went wrong in the thread, raised where the copy is waited for."""
+
+    row: int
+    expert: int
+    offset: int
+    kind: str
+    parts: list[tuple[np.ndarray, torch.Tensor]]
+    free: object = None
+    state: int = WAITING
+    issued: threading.Event = field(default_factory=threading.Event)
+    events: tuple | None = None
+    us: float = 0.0
+    error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.size for source, _ in self.parts)
+
+
+class Link:
+    """offer copies, wait for them, drop those that have not begun."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.bytes, self.copies, self.busy_us = 0, 0, 0.0
+        self.copying = False
+        self._queue: deque[Copy] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._copy = self._plain
+        if device.type == "cuda":
+            self._ring = torch.empty((PIECES, PIECE), dtype=torch.uint8, pin_memory=True)
+            self._host = self._ring.numpy()
+            self._stream = torch.cuda.Stream(device)
+            self._used = [torch.cuda.Event() for _ in range(PIECES)]
+            self._turn = 0
+            self._copy = self._staged
+        self._thread = threading.Thread(target=self._run, name="dali-link", daemon=True)
+        self._thread.start()
+
+    def offer(self, copies: list[Copy]) -> None:
+        """Demanded copies go before all others; otherwise first come, first served."""
+        with self._wake:
+            for copy in copies:
+                at = 0
+                if copy.kind == DEMAND:
+                    while at < len(self._queue) and self._queue[at].kind == DEMAND:
+                        at += 1
+                else:
+                    at = len(self._queue)
+                self._queue.insert(at, copy)
+            self._wake.notify()
+
+    def drop(self, copies: list[Copy]) -> list[Copy]:
+        """Those of copies that had not begun; they never will."""
+        with self._wake:
+            dropped = [c for c in copies if c.state == WAITING]
+            for copy in dropped:
+                copy.state = DROPPED
+                self._queue.remove(copy)
+        return dropped
+
+    def wait(self, copy: Copy) -> None:
+        """Until the bytes may be used: on a GPU by what is launched from now on."""
+        copy.issued.wait()
+        if copy.error is not None:
+            raise copy.error
+        if copy.events is not None:
+            torch.cuda.current_stream(self.device).wait_event(copy.events[1])
+
+    def arrived(self, copy: Copy) -> bool:
+        """The bytes are there. Sets us."""
+        if not copy.issued.is_set():
+            return False
+        if copy.events is not None:
+            if not copy.events[1].query():
+                return False
+            if copy.us == 0:
+                copy.us = copy.events[0].elapsed_time(copy.events[1]) * 1000
+        return True
+
+    def waiting(self) -> int:
+        """Copies not yet begun."""
+        return len(self._queue)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                copy = self._queue.popleft()
+                copy.state, self.copying = STARTED, True
+            started = time.perf_counter()
+            try:
+                self._copy(copy)
+            except BaseException as error:  # raised by wait(), in the thread that needs the bytes
+                copy.error = error
+            self.busy_us += (time.perf_counter() - started) * 1e6
+            self.bytes += copy.nbytes
+            self.copies += 1
+            copy.state, self.copying = ISSUED, False
+            copy.issued.set()
+
+    def _plain(self, copy: Copy) -> None:
+        started = time.perf_counter()
+        for source, target in copy.parts:
+            np.copyto(target.numpy(), source)  # without the interpreter lock
+        copy.us = (time.perf_counter() - started) * 1e6
+
+    def _staged(self, copy: Copy) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            if copy.free is not None:
+                self._stream.wait_event(copy.free)
+            start.record()
+            for source, target in copy.parts:
+                for at in range(0, source.size, PIECE):
+                    self._piece(source[at : at + PIECE], target[at : at + PIECE])
+            end.record()
+        copy.events = (start, end)
+
+    def _piece(self, source: np.ndarray, target: torch.Tensor) -> None:
+        i, n = self._turn, source.size
+        self._used[i].synchronize()
+        np.copyto(self._host[i, :n], source)
+        target.copy_(self._ring[i, :n], non_blocking=True)
+        self._used[i].record()
+        self._turn = (i + 1) % PIECES
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()

@@ -1,0 +1,179 @@
+"""Triton kernels: quantized matrices times activations, a whole table of jobs in one launch.
+
+Job j multiplies the rows of x that go to expert j. The table is one int64 array in the device's
+memory, see expert_pairs.py; at_expert, at_first, at_source say where its parts begin.
+"""
+
+import triton
+import triton.language as tl
+
+from dali_gguf.offload.triton_blocks import plane
+
+
+@triton.jit
+def activate(gate, up, ACT: tl.constexpr):
+    if ACT == 2:  # gpt-oss: gate clamped from above, up from both sides
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def finish(
+    acc, acc2, bias, bias2, expert, rows, n_rows, inside, ACT: tl.constexpr, BIAS: tl.constexpr
+):
+    """Adds the biases of an expert to [.., R] and applies the activation."""
+    if BIAS:
+        acc += tl.load(bias + expert * n_rows + rows, mask=inside, other=0.0)[None, :]
+        if ACT:
+            acc2 += tl.load(bias2 + expert * n_rows + rows, mask=inside, other=0.0)[None, :]
+    if ACT:
+        acc = activate(acc, acc2, ACT)
+    return acc
+
+
+@triton.jit(do_not_specialize=["at_expert", "at_first", "at_source"])
+def vector_kernel(
+    x,
+    base,
+    role,
+    role2,
+    bias,
+    bias2,
+    jobs,
+    at_expert,
+    at_first,
+    at_source,
+    out,
+    n_rows,
+    cols,
+    row_bytes,
+    KIND: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    NT: tl.constexpr,
+    R: tl.constexpr,
+    G: tl.constexpr,
+    RUN: tl.constexpr,
+    PLANES: tl.constexpr,
+):
+    """out[p, r] for NT pairs p and R rows r. Grid: row tiles, jobs, pair tiles."""
+    job = tl.program_id(1)
+    first = tl.load(jobs + at_first + job) + tl.program_id(2) * NT
+    last = tl.load(jobs + at_first + job + 1)
+    if first >= last:
+        return
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inside = rows < n_rows
+    pairs = first + tl.arange(0, NT)
+    source = tl.where(pairs < last, pairs, first)
+    if not BY_PAIR:
+        source = tl.load(jobs + at_source + source)
+    weights = (
+        base
+        + tl.load(jobs + job)
+        + (tl.minimum(rows, n_rows - 1).to(tl.int64) * row_bytes)[:, None, None]
+    )
+    x_row = x + (source * cols)[:, None, None, None]
+    i = tl.arange(0, RUN)[None, None, :]
+    n_group = cols // (RUN * PLANES)
+    acc = tl.zeros((NT, R, G, RUN), tl.float32)
+    acc2 = tl.zeros((NT, R, G, RUN), tl.float32)
+    for at in range(0, n_group, G):
+        g = at + tl.arange(0, G)[None, :, None]
+        here = tl.minimum(g, n_group - 1)
+        for p in tl.static_range(PLANES):
+            column = here * (RUN * PLANES) + p * RUN + i
+            a = tl.load(x_row + column[None], mask=(g < n_group)[None], other=0.0)
+            acc += a * plane(weights + role, here, i, p, KIND)[None]
+            if ACT:
+                acc2 += a * plane(weights + role2, here, i, p, KIND)[None]
+    total = tl.sum(tl.sum(acc, axis=3), axis=2)
+    total2 = tl.sum(tl.sum(acc2, axis=3), axis=2)
+    expert = tl.load(jobs + at_expert + job)
+    total = finish(total, total2, bias, bias2, expert, rows, n_rows, inside, ACT, BIAS)
+    where = out + (pairs * n_rows)[:, None] + rows[None, :]
+    tl.store(where, total, mask=(pairs < last)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["at_expert", "at_first", "at_source"])
+def dot_kernel(
+    x,
+    x_scale,
+    base,
+    role,
+    role2,
+    bias,
+    bias2,
+    jobs,
+    at_expert,
+    at_first,
+    at_source,
+    out,
+    n_rows,
+    cols,
+    row_bytes,
+    KIND: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    NT: tl.constexpr,
+    R: tl.constexpr,
+    G: tl.constexpr,
+    RUN: tl.constexpr,
+    PLANES: tl.constexpr,
+):
+    """As vector_kernel, with tl.dot. x is half precision, divided by x_scale [rows of x]."""
+    job = tl.program_id(1)
+    first = tl.load(jobs + at_first + job) + tl.program_id(2) * NT
+    last = tl.load(jobs + at_first + job + 1)
+    if first >= last:
+        return
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inside = rows < n_rows
+    pairs = first + tl.arange(0, NT)
+    source = tl.where(pairs < last, pairs, first)
+    if not BY_PAIR:
+        source = tl.load(jobs + at_source + source)
+    weights = (
+        base
+        + tl.load(jobs + job)
+        + (tl.minimum(rows, n_rows - 1).to(tl.int64) * row_bytes)[:, None, None]
+    )
+    x_row = x + (source * cols)[:, None]
+    i = tl.arange(0, RUN)[None, None, :]
+    k = tl.arange(0, G * RUN)
+    n_group = cols // (RUN * PLANES)
+    acc = tl.zeros((NT, R), tl.float32)
+    acc2 = tl.zeros((NT, R), tl.float32)
+    for at in range(0, n_group, G):
+        here = tl.minimum(at + tl.arange(0, G), n_group - 1)[None, :, None]
+        group = at + k // RUN
+        for p in tl.static_range(PLANES):
+            column = group * (RUN * PLANES) + p * RUN + k % RUN
+            a = tl.load(x_row + column[None, :], mask=(group < n_group)[None, :], other=0.0)
+            w = tl.reshape(plane(weights + role, here, i, p, KIND), (R, G * RUN)).to(a.dtype)
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+            if ACT:
+                w = tl.reshape(plane(weights + role2, here, i, p, KIND), (R, G * RUN)).to(a.dtype)
+                acc2 = tl.dot(a, tl.trans(w), acc2, input_precision="ieee")
+    scale = tl.load(x_scale + source)[:, None]
+    expert = tl.load(jobs + at_expert + job)
+    total = finish(acc * scale, acc2 * scale, bias, bias2, expert, rows, n_rows, inside, ACT, BIAS)
+    where = out + (pairs * n_rows)[:, None] + rows[None, :]
+    tl.store(where, total, mask=(pairs < last)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["at_place", "at_weights"])
+def combine_kernel(pairs, jobs, weights, at_place, at_weights, out, n_used, cols, B: tl.constexpr):
+    """out[t] = sum over slots a, in order, of weights[t, a] * pairs[place[t, a]], if place >= 0."""
+    t, d = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
+    acc = tl.zeros((B,), tl.float32)
+    for a in range(0, n_used):
+        place = tl.load(jobs + at_place + t * n_used + a)
+        weight = tl.load(weights + at_weights + t * n_used + a)
+        row = tl.load(pairs + tl.maximum(place, 0) * cols + d, mask=d < cols, other=0.0)
+        acc += tl.where(place >= 0, weight, 0.0) * row
+    tl.store(out + t.to(tl.int64) * cols + d, acc, mask=d < cols)
