@@ -10,8 +10,9 @@ from dali_gguf.kernels.kv import KVCache
 from dali_gguf.kernels.matmul import Matrix, Plan, Workspace, multiply
 from dali_gguf.kernels.moe_plan import LayerPlan, MoeSpace, MoeStep
 from dali_gguf.kernels.pool import Pool
+from dali_gguf.kernels.route import route
 from dali_gguf.kernels.rows import expand_weights
-from dali_gguf.router import RouterRule, route
+from dali_gguf.router import RouterRule
 from dali_gguf.routing import LayerExperts, Routing
 from dali_gguf.tensor import Tensor
 

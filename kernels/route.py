@@ -1,0 +1,97 @@
+"""Router logits to experts and weights, compiled: router.py is the reference and knows groups too."""
+
+import numpy as np
+
+from dali_gguf.kernels.simd import address_of, jit, load_f32x8, splat_f32x8, store, v_fsub
+from dali_gguf.kernels.vmath import exp_f32x8
+from dali_gguf.router import SMALLEST_SUM, RouterRule, route as route_groups
+from dali_gguf.routing import Routing
+
+SOFTMAX, SIGMOID, SOFTMAX_AFTER = 0, 1, 2
+_SCORING = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_after": SOFTMAX_AFTER}
+_NO_BIAS = np.zeros(0, np.float32)
+
+
+@jit
+def exponentials(x, shift, sign, n, out):
+    """out[i] = exp(sign * (x[i] - shift)) ; out has room for n + 8 numbers."""
+    source, target = address_of(x), address_of(out)
+    for i in range(0, n // 8 * 8, 8):
+        v = v_fsub(load_f32x8(source + 4 * i), splat_f32x8(shift))
+        if sign < 0:
+            v = v_fsub(splat_f32x8(np.float32(0)), v)
+        store(target + 4 * i, exp_f32x8(v))
+    for i in range(n // 8 * 8, n):
+        v = splat_f32x8(sign * (x[i] - shift))
+        store(target + 4 * n, exp_f32x8(v))
+        out[i] = out[n]
+
+
+@jit
+def softmax(x, n, out):
+    top = x[0]
+    for i in range(1, n):
+        top = max(top, x[i])
+    exponentials(x, top, np.float32(1), n, out)
+    total = np.float32(0)
+    for i in range(n):
+        total += out[i]
+    for i in range(n):
+        out[i] /= total
+
+
+@jit
+def choose(choice, n_used, ids):
+    """Indices of the n_used largest, largest first, ties to the lower index."""
+    for a in range(n_used):
+        best = -1
+        for e in range(len(choice)):
+            taken = False
+            for b in range(a):
+                taken |= ids[b] == e
+            if not taken and (best < 0 or choice[e] > choice[best]):
+                best = e
+        ids[a] = best
+
+
+@jit
+def route_rows(logits, scoring, normalize, scale, bias, scores, choice, picked, ids, weights, workload):
+    """Fills ids, weights [T, A] and adds to workload [E]. scores, choice, picked: scratch."""
+    n_expert, n_used = logits.shape[1], ids.shape[1]
+    for t in range(len(logits)):
+        x = logits[t]
+        if scoring == SOFTMAX:
+            softmax(x, n_expert, scores)
+        elif scoring == SIGMOID:
+            exponentials(x, np.float32(0), np.float32(-1), n_expert, scores)
+            for e in range(n_expert):
+                scores[e] = np.float32(1) / (np.float32(1) + scores[e])
+        else:
+            scores[:n_expert] = x
+        for e in range(n_expert):
+            choice[e] = scores[e] + (bias[e] if len(bias) else np.float32(0))
+        choose(choice[:n_expert], n_used, ids[t])
+        total = np.float32(0)
+        for a in range(n_used):
+            picked[a] = scores[ids[t, a]]
+            workload[ids[t, a]] += 1
+        if scoring == SOFTMAX_AFTER:
+            softmax(picked.copy(), n_used, picked)
+        for a in range(n_used):
+            total += picked[a]
+        total = max(total, SMALLEST_SUM) if normalize else np.float32(1)
+        for a in range(n_used):
+            weights[t, a] = picked[a] / total * scale
+
+
+def route(logits: np.ndarray, n_used: int, rule: RouterRule) -> Routing:
+    """logits float32 [T, E] -> Routing, as router.route."""
+    if rule.n_group > 1:
+        return route_groups(logits, n_used, rule)
+    n_token, n_expert = logits.shape
+    ids, weights = np.empty((n_token, n_used), np.int32), np.empty((n_token, n_used), np.float32)
+    workload, scratch = np.zeros(n_expert, np.int64), np.empty((2, n_expert + 8), np.float32)
+    route_rows(logits, _SCORING[rule.scoring], rule.normalize, np.float32(rule.scale),
+               _NO_BIAS if rule.bias is None else rule.bias, scratch[0], scratch[1],
+               np.empty(n_used + 8, np.float32), ids, weights, workload)
+    return Routing(ids, weights, workload)
