@@ -133,8 +133,8 @@ def tokenizer(metadata: dict) -> dict:
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     found = {
-        "model": metadata.get("tokenizer.ggml.model", ""),
-        "pre": metadata.get("tokenizer.ggml.pre", ""),
+        "model": str(metadata.get("tokenizer.ggml.model", "")),
+        "pre": str(metadata.get("tokenizer.ggml.pre", "")),
         "tokens": len(tokens),
         "chat_template": bool(metadata.get("tokenizer.chat_template")),
     }

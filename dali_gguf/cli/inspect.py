@@ -30,8 +30,8 @@ def describe(file: GGUFFile) -> dict:
     metadata, parts = file.metadata, inventory.rows(file.tensors.values())
     return {
         "files": [str(path) for path in file.paths],
-        "architecture": metadata.get("general.architecture", ""),
-        "name": metadata.get("general.name", ""),
+        "architecture": str(metadata.get("general.architecture", "")),
+        "name": str(metadata.get("general.name", "")),
         "sizes": inventory.sizes(metadata, inventory.SIZES),
         "experts": inventory.experts(metadata, parts),
         "tokenizer": inventory.tokenizer(metadata),
@@ -81,7 +81,7 @@ def tokenizer_line(tokenizer: dict) -> str:
     ends = [f"{name} {tokenizer[name]!r}" for name in ("bos", "eos") if name in tokenizer]
     template = "chat template" if tokenizer["chat_template"] else "no chat template"
     kind = f"{tokenizer['model']} ({tokenizer['pre']})" if tokenizer["pre"] else tokenizer["model"]
-    return ", ".join([f"{kind}", f"{tokenizer['tokens']} tokens", *ends, template])
+    return ", ".join([kind, f"{tokenizer['tokens']} tokens", *ends, template])
 
 
 def table_line(row: dict) -> str:

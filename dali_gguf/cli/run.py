@@ -11,6 +11,7 @@ from dali_gguf.cli.arguments import add_model, model_path, number, size, unescap
 from dali_gguf.cli.messages import say, shown, utf8_output, warnings_in_one_line
 from dali_gguf.engine import Engine
 from dali_gguf.errors import InputError
+from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.sampler import SamplingParams
 
 HELP = "answer a prompt in the terminal"
@@ -132,17 +133,19 @@ def run(args: argparse.Namespace) -> int:
     warnings_in_one_line()
     utf8_output()
     prompt, params = read_prompt(args), sampling(args)
-    path, cold = model_path(args), first_run()
+    path = model_path(args)
+    announce_compiling(path)
     with Engine(path, **engine_options(args)) as engine:
-        if cold:
-            say("compiling kernels for this processor: once, and only those the model needs")
         return answer(engine, prompt, params, args)
 
 
-def first_run() -> bool:
+def announce_compiling(path: Path) -> None:
+    """One line before the first run ever, unless the file cannot be opened anyway."""
     from dali_gguf import kernels  # brings Numba: not for --help
 
-    return kernels.first_run()
+    if kernels.first_run():
+        GGUFFile.open(path).close()
+        say("compiling kernels for this processor: once, and only those the model needs")
 
 
 def answer(engine: Engine, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
