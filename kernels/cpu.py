@@ -28,6 +28,7 @@ class CpuDevice:
         self.pool = Pool(threads)
         self.space = Workspace(self.pool)
         self.moe_space = MoeSpace(self.space)
+        self._rope_tables = elementwise.RopeTables()
         self._plans: dict[tuple[Matrix, ...], tuple[Plan, ...]] = {}
         self._layers: dict[LayerExperts, LayerPlan] = {}
 
@@ -88,7 +89,7 @@ class CpuDevice:
         return elementwise.rms_norm(self.pool, x, weight, eps)
 
     def rope(self, x: np.ndarray, positions: np.ndarray, params: RopeParams) -> np.ndarray:
-        return elementwise.rope(self.pool, x, positions, params)
+        return self._rope_tables.rope(self.pool, x, positions, params)
 
     def swiglu(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return elementwise.swiglu(self.pool, gate, up)
