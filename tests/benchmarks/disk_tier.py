@@ -1,0 +1,256 @@
+"""Models larger than memory: dali-gguf and llama.cpp in the same memory group, from a cold cache.
+
+    python tests/benchmarks/disk_tier.py MODEL.gguf --peer LLAMA_CPP_BIN [--part 25 50 75 110]
+        [--read-ahead own 128] [--prefill 512] [--tokens 96] [--greedy] [--json FILE]
+
+Needs root (memory groups, dropping the page cache, a loop device). MODEL: see disk_model.py;
+--greedy for its sticky kind, where both programs have to decode the same text. read-ahead 128: the
+file is seen by llama.cpp through a read-only direct-I/O loop device with read_ahead_kb 128, because
+the window of the disk itself is left alone. The bound is 1 / max(compute, missed bytes /
+direct-read ceiling): compute from a run without limit, missed bytes and ceiling from the limited
+run itself.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.memory_group import MemoryGroup  # noqa: E402
+
+PROMPT = [300 + 7 * i for i in range(8)]
+NO_LIMIT = 1 << 60
+
+
+# ---- our side: one process that measures itself
+
+
+def child(model: str, tokens: int, prefill: int, warm: int) -> None:
+    """Prints one JSON line: load, first token, decode and prefill, what came from disk, the
+    ceiling."""
+    from itertools import islice
+
+    import numpy as np
+
+    began = time.perf_counter()
+    from dali_gguf.engine import Engine
+    from dali_gguf.kernels import cpu  # noqa: F401  compiled code is loaded before the clock starts
+    from dali_gguf.offload.disk_forecast import measure_bandwidth
+    from dali_gguf.sampler import SamplingParams
+
+    imported = time.perf_counter()
+    engine = Engine(model, n_ctx=2048)
+    loaded = time.perf_counter()
+    running = engine.tokens(PROMPT, SamplingParams(temperature=0, max_tokens=-2))
+    next(running)
+    first = time.perf_counter()
+    result = {"import_s": imported - began, "load_s": loaded - imported, "first_s": first - loaded}
+    disk = engine.scheduler.disk_stats
+    if engine.memory.streams:
+        result["first_needed"] = engine.memory.demand.dense + needed_so_far(disk())
+    text = list(islice(running, warm))
+    before, start = disk(), time.perf_counter()
+    text += islice(running, tokens)
+    seconds = time.perf_counter() - start
+    result |= {"decode": tokens / seconds, "tokens": text[:8], "plan": engine.memory.line()}
+    if before is not None:
+        used = disk() - before
+        result |= {f"disk_{k}": v for k, v in used.as_dict(tokens)["disk"].items()}
+        result["prefetch"] = engine.scheduler.pays.line()
+    if prefill:
+        ids = np.random.default_rng(0).integers(259, engine.n_vocab, prefill).tolist()
+        start, before = time.perf_counter(), disk()
+        next(engine.tokens(ids, SamplingParams(temperature=0, max_tokens=-2)))
+        result["prefill"] = prefill / (time.perf_counter() - start)
+        if before is not None:
+            result["prefill_bytes"] = (disk() - before).bytes_read
+    if engine.memory.streams:
+        result["ceiling"] = measure_bandwidth(engine.file.tensors, 1.0)
+    engine.close()
+    print(json.dumps(result))
+
+
+def needed_so_far(s) -> int:
+    """Bytes of the experts that steps had to wait for."""
+    return (s.misses + s.late) * (s.arena_bytes // s.slots)
+
+
+def ours(model: Path, limit: int, args, prefill: int) -> dict:
+    command = [sys.executable, str(Path(__file__)), str(model), "--child"]
+    for name, value in (("tokens", args.tokens), ("warm", args.warm), ("prefill", prefill)):
+        command += [f"--{name}", str(value)]
+    drop_cache()
+    with MemoryGroup("bench", limit) as group:
+        done = group.run(command, capture_output=True, text=True)
+        peak, kills = group.peak, group.kills
+    if done.returncode:
+        return {"error": f"exit {done.returncode}, {kills} kills: {done.stderr.strip()[-300:]}"}
+    return json.loads(done.stdout.splitlines()[-1]) | {"peak": peak}
+
+
+# ---- the other side
+
+
+def peer(args, model: str, limit: int, prefill: int) -> dict:
+    """llama-bench (random tokens), or llama-completion where the text matters."""
+    run = peer_greedy if args.greedy and not prefill else peer_bench
+    drop_cache()
+    with MemoryGroup("bench", limit) as group:
+        return run(args, model, group, prefill)
+
+
+def peer_bench(args, model: str, group: MemoryGroup, prefill: int) -> dict:
+    what = ["-p", str(prefill), "-n", "0"] if prefill else ["-p", "0", "-n", str(args.peer_tokens)]
+    command = [f"{args.peer}/llama-bench", "-m", model, "-t", str(args.threads), *what]
+    command += ["--repack", "0", "-r", "1", "-ngl", "0", "-o", "json"]
+    done = run_peer(args, command, group)
+    if done is None or done.returncode:
+        return {"error": "no result" if done is None else done.stderr.strip()[-300:]}
+    return {"rate": json.loads(done.stdout)[0]["avg_ts"]}
+
+
+def peer_greedy(args, model: str, group: MemoryGroup, prefill: int) -> dict:
+    words = " ".join(f"w{i - 259}" for i in PROMPT)
+    command = [f"{args.peer}/llama-completion", "-m", model, "-t", str(args.threads), "-p", words]
+    command += ["-n", str(args.peer_tokens), "-c", "2048", "-ngl", "0", "--no-repack", "-no-cnv"]
+    command += ["--temp", "0", "--ignore-eos"]
+    done = run_peer(args, command, group)
+    if done is None or done.returncode:
+        return {"error": "no result" if done is None else done.stderr.strip()[-300:]}
+    found = re.search(r"(?<!prompt )eval time.*?([\d.]+) tokens per second", done.stderr)
+    return {"rate": float(found[1])} if found else {"error": done.stderr[-300:]}
+
+
+def run_peer(args, command: list[str], group: MemoryGroup) -> subprocess.CompletedProcess | None:
+    env = os.environ | {"LD_LIBRARY_PATH": args.peer}
+    try:
+        return group.run(command, capture_output=True, text=True, env=env, timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+# ---- the machine
+
+
+def drop_cache() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def own_read_ahead(model: Path) -> int | None:
+    """read_ahead_kb of the disk that the model lies on."""
+    number = os.stat(model).st_dev
+    folder = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    for place in (folder, folder.parent):
+        if (place / "queue/read_ahead_kb").exists():
+            return int((place / "queue/read_ahead_kb").read_text())
+    return None
+
+
+@contextmanager
+def seen_with(model: Path, read_ahead: str):
+    """The path under which llama.cpp reads the model, with that read-ahead window."""
+    if read_ahead == "own":
+        yield str(model)
+        return
+    command = ["losetup", "--find", "--show", "--read-only", "--direct-io=on", str(model)]
+    device = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        Path(f"/sys/block/{Path(device).name}/queue/read_ahead_kb").write_text(read_ahead)
+        yield device
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=True)
+
+
+# ---- the report
+
+
+def bound(run: dict, compute_rate: float) -> float:
+    return 1 / max(1 / compute_rate, run["disk_megabytes_per_token"] * 1e6 / run["ceiling"])
+
+
+def show(part: str, run: dict, free: dict, others: dict[str, dict]) -> dict:
+    """Prints the figures of one limit; returns them."""
+    row = {"part": part, "ours": run, "peer": others}
+    if "error" in run:
+        print(f"{part:>6}  dali-gguf: {run['error']}")
+        return row
+    line = f"{part:>6}  dali-gguf {run['decode']:6.2f} t/s"
+    if "ceiling" in run:
+        row["bound"] = bound(run, free["decode"])
+        slot = run["disk_arena_bytes"] / run["disk_slots"]
+        missed = (run["disk_misses"] + run["disk_late"]) * slot
+        line += (
+            f", bound {row['bound']:.2f} ({100 * run['decode'] / row['bound']:.0f}%), hits "
+            f"{100 * run['disk_hit_rate']:.0f}%, {run['disk_megabytes_per_token']:.0f} MB/token at "
+            f"{run['disk_gigabytes_per_second']:.2f} of {run['ceiling'] / 1e9:.2f} GB/s, wait "
+            f"{run['disk_wait_ms_per_token']:.1f} ms/token, read/missed "
+            f"{run['disk_bytes_read'] / max(missed, 1):.3f}, prefetch [{run['prefetch']}]"
+        )
+        once = run["first_needed"] / run["ceiling"]
+        line += f", load + first token / reading once {(run['load_s'] + run['first_s']) / once:.2f}"
+    line += f", load {run['load_s']:.1f} s, first token {run['first_s']:.1f} s"
+    print(f"{line}, peak {run['peak'] >> 20}M")
+    if "prefill" in run:
+        print(f"        dali-gguf prefill {run['prefill']:.1f} t/s")
+    for name, other in others.items():
+        ours_rate = run["prefill"] if "prefill" in name else run["decode"]
+        if "rate" in other:
+            ratio = ours_rate / other["rate"]
+            print(f"        llama.cpp {name}: {other['rate']:.2f} t/s, ratio {ratio:.2f}x")
+        else:
+            print(f"        llama.cpp {name}: {other['error']}")
+    sys.stdout.flush()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--peer", default=os.environ.get("DALI_PEER", ""))
+    parser.add_argument("--part", nargs="*", type=int, default=[25, 50, 75], help="limits, %%")
+    parser.add_argument("--read-ahead", nargs="*", default=["128", "own"])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--warm", type=int, default=32)
+    parser.add_argument("--peer-tokens", type=int, default=32)
+    parser.add_argument("--prefill", type=int, default=0, help="prompt tokens, measured at 50%%")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--greedy", action="store_true", help="both continue the same prompt")
+    parser.add_argument("--timeout", type=float, default=300)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(str(args.model), args.tokens, args.prefill, args.warm)
+        return
+    size = args.model.stat().st_size
+    print(f"{args.model.name}: {size / 1e9:.2f} GB, {args.threads} threads, read_ahead_kb "
+          f"{own_read_ahead(args.model)}, llama.cpp with --repack 0, page cache dropped each time")
+    free = ours(args.model, NO_LIMIT, args, args.prefill)
+    rows = [show("none", free, free, {})]
+    for part in args.part:
+        limit, prefill = size * part // 100, args.prefill if part == 50 else 0
+        run, others = ours(args.model, limit, args, prefill), {}
+        for read_ahead in args.read_ahead if args.peer else []:
+            with seen_with(args.model, read_ahead) as path:
+                others[f"read-ahead {read_ahead}"] = peer(args, path, limit, 0)
+                if prefill:
+                    others[f"prefill, read-ahead {read_ahead}"] = peer(args, path, limit, prefill)
+        rows.append(show(f"{part}%", run, free, others))
+    if args.json:
+        result = {"model": args.model.name, "bytes": size, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
