@@ -18,8 +18,8 @@ MOST = 1 << 16  # states; beyond, nearly equal states merge (relative 1e-5: then
 
 
 def solve(miss: np.ndarray, res: np.ndarray, costs: Costs, link_busy: float):
-    """(to_gpu uint8 [n_miss + n_res], makespan us) for workloads sorted descending."""
-    to_gpu = np.empty(miss.size + res.size, np.uint8)
+    """(to_gpu int64 [n_miss + n_res], makespan us) for workloads sorted descending."""
+    to_gpu = np.empty(miss.size + res.size, np.int64)
     args = (costs.c, costs.g, costs.t, link_busy, costs.r, costs.h_cpu)
     best = np.inf
     for code in (rules.THRESHOLD, rules.GREEDY, rules.BALANCE, rules.ALL_CPU, rules.ALL_GPU):

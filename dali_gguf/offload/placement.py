@@ -7,7 +7,7 @@ static-layers, static-hot: residents on the GPU, the rest on the CPU (they diffe
 resident, see `resident_layers` and `resident_hot`). all-cpu, all-gpu: everything on one side.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,15 +42,14 @@ def plan(w_miss, w_res, costs: Costs, link_busy: float = 0.0, policy: str = "thr
     if code == rules.OPTIMAL:
         to_gpu, span = optimal.solve(miss, res, costs, link_busy)
     else:
-        to_gpu = np.empty(miss.size + res.size, np.uint8)
+        to_gpu = np.empty(miss.size + res.size, np.int64)
         span = rules.assign(code, miss, miss.size, res, res.size, costs.c, costs.g, costs.t,
                             link_busy, costs.r, costs.h_cpu, margin, to_gpu)
     to_gpu = to_gpu.astype(bool)
     return order[0][to_gpu[: miss.size]], order[1][~to_gpu[miss.size :]], float(span)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerPlan:
+class LayerPlan(NamedTuple):  # a dataclass would take a microsecond more to make
     """Expert ids of one layer's step (int64, largest workload first) and the predicted makespan.
     copy is in the order of copying. The arrays are the planner's own, valid until its next plan."""
 
@@ -65,21 +64,17 @@ class Planner:
 
     def __init__(self, policy: str, n_expert: int):
         self.code = policy_code(policy)
-        self._ids = np.empty((2, n_expert), np.int64)
-        self._w = np.empty((2, n_expert), np.int64)
-        self._to_gpu = np.empty(2 * n_expert, np.uint8)
-        self._out = np.empty((3, n_expert), np.int64)
+        self._scratch = np.empty((9, n_expert), np.int64)
 
     def plan(self, workload: np.ndarray, resident: np.ndarray, costs: Costs,
              link_busy: float = 0.0, margin: float = MARGIN) -> LayerPlan:
         """workload int64 [E] tokens per expert, resident uint8 [E]."""
         if self.code == rules.OPTIMAL:
             return self._optimal(workload, resident, costs, link_busy)
-        a, b, k, span = rules.plan_layer(
-            self.code, workload, resident, costs.c, costs.g, costs.t, link_busy, costs.r,
-            costs.h_cpu, margin, self._ids, self._w, self._to_gpu, self._out,
-        )
-        return LayerPlan(self._out[0, :a], self._out[1, :b], self._out[2, :k], span)
+        ids = self._scratch
+        a, b, k, span = rules.plan_layer(self.code, workload, resident, costs.c, costs.g, costs.t,
+                                         link_busy, costs.r, costs.h_cpu, margin, ids)
+        return LayerPlan(ids[0, :a], ids[1, :b], ids[2, :k], span)
 
     def _optimal(self, workload, resident, costs, link_busy) -> LayerPlan:
         active, here = np.flatnonzero(workload), resident.astype(bool)

@@ -37,37 +37,40 @@ def threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin):
     """Best (copies, residents to the CPU) when the copies are the largest misses and the residents
     sent away are the smallest. miss, res: workloads, descending. Returns (k, q, makespan).
 
-    Copies in descending order are Johnson's order (equal copy times), so the GPU's finish extends
-    by one term a copy. Residents move only for a predicted gain above `margin`."""
-    on_cpu = 0.0
-    for i in range(n_miss):
-        on_cpu += c[miss[i]]
-    gpu_work = 0.0
+    Copies in descending order are Johnson's order (equal copy times). The GPU's finish of k copies
+    is max(residents + computed[k], late[k]), where late does not depend on the residents; the CPU
+    cannot finish before its work. So for every q the scan over k starts where the work first fits
+    the best makespan so far and ends where the GPU exceeds it: a few steps in all.
+    Residents move only for a predicted gain above `margin`."""
+    work, computed, late = np.empty(n_miss + 1), np.empty(n_miss + 1), np.empty(n_miss + 1)
+    work[n_miss] = computed[0] = late[0] = 0.0
+    for i in range(n_miss - 1, -1, -1):
+        work[i] = work[i + 1] + c[miss[i]]
+    for k in range(1, n_miss + 1):
+        x = g[miss[k - 1]]
+        computed[k] = computed[k - 1] + x
+        late[k] = max(late[k - 1], link_busy + k * t) + x
+    here = 0.0
     for i in range(n_res):
-        gpu_work += g[res[i]]
+        here += g[res[i]]
     best, best_k, best_q = np.inf, 0, 0
     stay, stay_k = np.inf, 0  # best without moving residents
-    moved = 0.0
+    moved, first = 0.0, 0
     for q in range(n_res + 1):
         if q:
             moved += c[res[n_res - q]]
-            gpu_work -= g[res[n_res - q]]
-        if moved > best:
+            here -= g[res[n_res - q]]
+        if moved >= best:
             break
-        work, link, finish = on_cpu + moved, link_busy, gpu_work
-        for k in range(n_miss + 1):
-            if k:
-                link += t
-                finish = max(finish, link) + g[miss[k - 1]]
-                work -= c[miss[k - 1]]
-                if k == n_miss and q == 0:
-                    work = 0.0  # not the rounding of a sum taken apart
-            busy = link if k else link_busy
-            span = max(cpu_finish(work, busy, r, h_cpu), finish)
+        while first <= n_miss and work[first] + moved >= best:
+            first += 1
+        for k in range(first, n_miss + 1):
+            gpu = max(here + computed[k], late[k])
+            if gpu >= best:
+                break
+            span = max(cpu_finish(work[k] + moved, link_busy + k * t, r, h_cpu), gpu)
             if span < best * (1 - 1e-12):
                 best, best_k, best_q = span, k, q
-            if finish > best:
-                break
         if q == 0:
             stay, stay_k = best, best_k
     if best_q and best > (1 - margin) * stay:
@@ -78,7 +81,7 @@ def threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin):
 @njit(cache=True, nogil=True)
 def greedy(miss, n_miss, res, n_res, c, g, t, to_gpu):
     """The paper's rule: experts by the gap between their CPU and GPU time, largest first; each goes
-    to the side that then finishes earlier, times simply summed. to_gpu uint8 [n_miss + n_res]."""
+    to the side that then finishes earlier, times simply summed. to_gpu int64 [n_miss + n_res]."""
     n = n_miss + n_res
     gap = np.empty(n)
     for i in range(n):
@@ -98,7 +101,7 @@ def greedy(miss, n_miss, res, n_res, c, g, t, to_gpu):
 
 @njit(cache=True, nogil=True)
 def makespan(miss, n_miss, res, n_res, to_gpu, c, g, t, link_busy, r, h_cpu):
-    """(CPU finish, GPU finish) of any assignment to_gpu uint8 [n_miss + n_res]; copies run in the
+    """(CPU finish, GPU finish) of any assignment to_gpu int64 [n_miss + n_res]; copies run in the
     order of miss."""
     work = gpu = 0.0
     for i in range(n_res):
@@ -118,7 +121,7 @@ def makespan(miss, n_miss, res, n_res, to_gpu, c, g, t, link_busy, r, h_cpu):
 
 @njit(cache=True, nogil=True)
 def assign(code, miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu):
-    """Fills to_gpu uint8 [n_miss + n_res] for sorted (descending) workloads, misses first; returns
+    """Fills to_gpu int64 [n_miss + n_res] for sorted (descending) workloads, misses first; returns
     the makespan. `optimal` is not here (offload/optimal.py): it is for tests and simulation."""
     to_gpu[:n_miss] = code == ALL_GPU
     to_gpu[n_miss : n_miss + n_res] = code != ALL_CPU
@@ -158,48 +161,48 @@ def sort_descending(w, ids, n):
         start[i] += start[i - 1]
     old_w, old_ids = w[:n].copy(), ids[:n].copy()
     for i in range(n):
-        j = start[top - old_w[i]]
-        start[top - old_w[i]] += 1
-        w[j], ids[j] = old_w[i], old_ids[i]
+        x = old_w[i]
+        j = start[top - x]
+        start[top - x] = j + 1
+        w[j], ids[j] = x, old_ids[i]
 
 
 @njit(cache=True, nogil=True)
 def split_workload(workload, resident, top, ids, w):
     """Active experts into misses (row 0) and residents (row 1) of ids, w int64 [2, E], sorted by
     workload descending; workloads above `top` count as top. Returns (n_miss, n_res)."""
-    n = [0, 0]
-    for e in range(workload.size):
-        if workload[e] > 0:
-            row = 1 if resident[e] else 0
-            ids[row, n[row]] = e
-            w[row, n[row]] = min(workload[e], top)
-            n[row] += 1
-    sort_descending(w[0], ids[0], n[0])
-    sort_descending(w[1], ids[1], n[1])
-    return n[0], n[1]
+    n_miss = n_res = 0
+    for e in range(workload.size):  # written always, counted if active: no branch to mispredict
+        x, here = min(workload[e], top), resident[e] != 0
+        ids[0, n_miss] = ids[1, n_res] = e
+        w[0, n_miss] = w[1, n_res] = x
+        n_miss += (x > 0) & (not here)
+        n_res += (x > 0) & here
+    sort_descending(w[0], ids[0], n_miss)
+    sort_descending(w[1], ids[1], n_res)
+    return n_miss, n_res
 
 
 @njit(cache=True, nogil=True)
-def plan_layer(code, workload, resident, c, g, t, link_busy, r, h_cpu, margin, ids, w, to_gpu, out):
-    """One layer's plan. Fills out int64 [3, E]: experts for the CPU, residents for the GPU, copies
-    in the order of copying. ids, w int64 [2, E] and to_gpu uint8 [2 E] are scratch.
-    Returns (n_cpu, n_gpu, n_copy, makespan)."""
-    top = c.size - 1
-    n_miss, n_res = split_workload(workload, resident, top, ids, w)
+def plan_layer(code, workload, resident, c, g, t, link_busy, r, h_cpu, margin, scratch):
+    """One layer's plan in rows of scratch int64 [9, E]: 0 experts for the CPU, 1 residents for the
+    GPU, 2 copies in the order of copying. Returns (n_cpu, n_gpu, n_copy, makespan)."""
+    ids, w, to_gpu = scratch[3:5], scratch[5:7], scratch[7:9].reshape(-1)
+    n_miss, n_res = split_workload(workload, resident, c.size - 1, ids, w)
     span = assign(code, w[0], n_miss, w[1], n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu)
     n_cpu, n_gpu, n_copy = 0, 0, 0
     for i in range(n_miss):
         if to_gpu[i]:
-            out[2, n_copy] = ids[0, i]
+            scratch[2, n_copy] = ids[0, i]
             n_copy += 1
         else:
-            out[0, n_cpu] = ids[0, i]
+            scratch[0, n_cpu] = ids[0, i]
             n_cpu += 1
     for i in range(n_res):
         if to_gpu[n_miss + i]:
-            out[1, n_gpu] = ids[1, i]
+            scratch[1, n_gpu] = ids[1, i]
             n_gpu += 1
         else:
-            out[0, n_cpu] = ids[1, i]
+            scratch[0, n_cpu] = ids[1, i]
             n_cpu += 1
     return n_cpu, n_gpu, n_copy, span

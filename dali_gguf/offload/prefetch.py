@@ -1,9 +1,10 @@
 """Which experts will the next layer need? Predictors of its workload, and what a prefetch is worth.
 
 h_l [T, D] is the router's input of layer l (after the norm), W_l [E, D] its router.
-residual (the paper's): top-A of W_{l+1} (h_l + r_l), r_l = mean over tokens of h_{l+1} - h_l, learned
-while the model runs. linear: a ridge map from h_l to the next layer's logits, fitted to a trace.
-next-router: the same with r_l = 0. frequency: the layer's stored counts. none.
+residual (the paper's): top-A of W_{l+1} (h_l + r_l), r_l = mean over tokens of h_{l+1} - h_l,
+learned while the model runs. linear: a ridge map, fitted to a trace, from h_l and what the token
+before left (its h_l and h_{l+1}) to the next layer's logits; in decoding only, else residual.
+next-router: residual with r_l = 0. frequency: the layer's stored counts. none.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from dali_gguf.errors import InputError
 from dali_gguf.offload.cost import Costs
 
 PREDICTORS = ("residual", "linear", "next-router", "frequency", "none")
+START_TOKENS = 4096  # weight of a stored mean against what is seen now
+MOST_DECODED = 64  # a larger step is a prefill: its rows are one sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +64,8 @@ def count_top(ranking, n_used, counts):
 
 
 def rank(predicted: np.ndarray, resident: np.ndarray, costs: Costs) -> list[tuple[int, float]]:
-    """Absent experts worth fetching, by predicted workload int64 [E] (not by probability: that loses
-    7-10 points): [(expert, us saved if the prediction holds)], the best first."""
+    """Absent experts worth fetching: [(expert, us saved if the prediction holds)], the best first.
+    By predicted workload int64 [E], not by probability: that loses 7-10 points."""
     ids = np.flatnonzero((predicted > 0) & (resident == 0))
     w = np.minimum(predicted[ids], costs.c.size - 1)
     value = costs.c[w] - costs.g[w]
@@ -71,26 +74,31 @@ def rank(predicted: np.ndarray, resident: np.ndarray, costs: Costs) -> list[tupl
 
 
 class Predictor:
-    """Predicts the workload of layer l + 1 from h_l; learns from what the model shows.
+    """Predicts the workload of the next MoE layer from h_l; learns from what the model shows.
 
-    routers: {layer: RouterMap} of the MoE layers, ascending. counts [L, E] (frequency) and maps
-    {layer: [D + 1, E]} (linear, last row constant) come from a counts file or a trace.
+    routers: {layer: RouterMap} of the MoE layers. counts [L, E] (frequency), means {layer: [D]}
+    (residual, a start) and maps {layer: [3D + 1, E]} (linear) come from a counts file or a trace.
+    In each step and layer call predict, then learn (or learn first: the step before is kept apart).
     """
 
     def __init__(self, kind: str, routers: dict[int, RouterMap], counts: np.ndarray | None = None,
-                 maps: dict[int, np.ndarray] | None = None):
+                 maps: dict[int, np.ndarray] | None = None,
+                 means: dict[int, np.ndarray] | None = None):
         if kind not in PREDICTORS:
             raise InputError(f"prefetch {kind!r} is unknown: choose one of {', '.join(PREDICTORS)}")
         if kind == "linear" and maps is None:
-            raise InputError("prefetch 'linear' needs a fitted map: run dali-gguf calibrate, or "
-                             "choose residual")
+            raise InputError("prefetch 'linear' needs a fitted map, and there is no counts file "
+                             "with one: run dali-gguf trace on the model, or choose residual")
         self.kind, self.routers, self.counts, self.maps = kind, routers, counts, maps or {}
         layers = sorted(routers)
         self.following = dict(zip(layers, layers[1:]))  # layer -> the next layer with experts
         self.row = {layer: i for i, layer in enumerate(layers)}
-        self.mean = {i: np.zeros(routers[i].weight.shape[1], np.float32) for i in self.following}
-        self.seen = dict.fromkeys(self.following, 0)  # tokens behind each mean
-        self._before: tuple[int, np.ndarray] | None = None
+        means = means or {}
+        self.mean = {i: means.get(i, np.zeros(routers[i].weight.shape[1], np.float32)).copy()
+                     for i in self.following}
+        self.seen = {i: START_TOKENS if i in means else 0 for i in self.following}
+        self._now: dict[int, np.ndarray] = {}  # h of each layer in this step so far
+        self._before: dict[int, np.ndarray] = {}  # and in the step before
 
     def predict(self, layer: int, h: np.ndarray) -> np.ndarray | None:
         """Predicted workload int64 [E] of the MoE layer after `layer`; None: nothing to predict."""
@@ -99,49 +107,65 @@ class Predictor:
             return None
         router = self.routers[following]
         counts = np.zeros(router.weight.shape[0], np.int64)
-        if self.kind == "frequency":
-            if self.counts is None:
-                return None
-            count_top(self.counts[None, self.row[following]].astype(np.float32), router.n_used, counts)
-            return counts * len(h)
-        count_top(self.ranking(layer, h), router.n_used, counts)
-        return counts
+        if self.kind != "frequency":
+            count_top(self.ranking(layer, h), router.n_used, counts)
+            return counts
+        if self.counts is None:
+            return None
+        known = self.counts[None, self.row[following]].astype(np.float32)
+        count_top(known, router.n_used, counts)
+        return counts * len(h)
 
     def ranking(self, layer: int, h: np.ndarray) -> np.ndarray:
         """[T, E]: predicted ranking values of the layer after `layer`."""
-        router = self.routers[self.following[layer]]
+        following = self.following[layer]
+        router = self.routers[following]
         if self.kind == "linear":
-            m = self.maps[layer]
-            return router.adjust(h @ m[:-1] + m[-1])
-        if self.kind == "residual":
-            h = h + self.mean[layer]
-        return router.ranking(h)
+            own, after = (self._step_before(i, len(h)) for i in (layer, following))
+            if own is not None and after is not None:
+                m = self.maps[layer]
+                return router.adjust(linear_features(h, own, after) @ m)
+        return router.ranking(h if self.kind == "next-router" else h + self.mean[layer])
 
     def stacked(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """[2E, D] and [2E]: layer's own router and the prediction as one product, so that it costs
-        no launch and no read-back of its own: [W_l; W_l+1] h + [0; W_l+1 r_l]."""
-        own, router = self.routers[layer], self.routers[self.following[layer]]
-        if self.kind == "linear":
-            second, bias = self.maps[layer][:-1].T, self.maps[layer][-1]
-        else:
-            second, bias = router.weight, router.weight @ self.mean[layer]
-        weight = np.concatenate([own.weight, second]).astype(np.float32)
-        return weight, np.concatenate([np.zeros(len(own.weight)), bias]).astype(np.float32)
+        """[2E, D] and [2E]: layer's own router and the residual prediction as one product, so that
+        it costs no launch and no read-back: [W_l; W_l+1] h + [0; W_l+1 r_l]."""
+        own, router = self.routers[layer].weight, self.routers[self.following[layer]].weight
+        shift = router @ self.mean[layer] if self.kind == "residual" else np.zeros(len(router))
+        bias = np.concatenate([np.zeros(len(own)), shift]).astype(np.float32)
+        return np.concatenate([own, router]).astype(np.float32), bias
 
     def learn(self, layer: int, h: np.ndarray) -> None:
-        """Shows h_l [T, D] of a step, layer by layer: updates the running mean of h_l - h_before."""
-        if self.kind != "residual":
+        """Shows h_l [T, D] of a step, layer by layer: updates the running means of h_l+1 - h_l."""
+        if self.kind not in ("residual", "linear"):
             return
-        if self._before is not None and self.following.get(self._before[0]) == layer:
-            i, before = self._before
-            if len(before) == len(h):
-                self.seen[i] += len(h)
-                self.mean[i] += ((h - before).sum(0) - len(h) * self.mean[i]) / self.seen[i]
-        self._before = (layer, np.array(h, np.float32))
+        if layer in self._now:  # a new step
+            self._before, self._now = self._now, {}
+        i = self._layer_before(layer)
+        below = self._now.get(i)
+        if below is not None and len(below) == len(h):
+            self.seen[i] += len(h)
+            self.mean[i] += ((h - below).sum(0) - len(h) * self.mean[i]) / self.seen[i]
+        self._now[layer] = np.array(h, np.float32)
+
+    def _layer_before(self, layer: int) -> int | None:
+        at = self.row[layer]
+        return next((i for i in self.following if self.row[i] == at - 1), None)
+
+    def _step_before(self, layer: int, n_token: int) -> np.ndarray | None:
+        """h of the layer for the tokens before these, if the last step decoded as many."""
+        known = self._before if layer in self._now else {**self._before, **self._now}
+        h = known.get(layer)
+        return h if h is not None and len(h) == n_token <= MOST_DECODED else None
 
 
-def fit_linear(h: np.ndarray, target: np.ndarray, ridge: float = 10.0) -> np.ndarray:
-    """[D + 1, E] minimising |[h, 1] M - target|^2 + ridge |M|^2; h [T, D], target logits [T, E]."""
-    x = np.concatenate([h, np.ones((len(h), 1))], 1).astype(np.float64)
+def linear_features(h: np.ndarray, before: np.ndarray, after_before: np.ndarray) -> np.ndarray:
+    """[T, 3D + 1]: h_l, the previous token's h_l and h_l+1, and 1."""
+    return np.concatenate([h, before, after_before, np.ones((len(h), 1), np.float32)], 1)
+
+
+def fit_linear(x: np.ndarray, target: np.ndarray, ridge: float = 100.0) -> np.ndarray:
+    """M [N, E] minimising |x M - target|^2 + ridge |M|^2; x [T, N], target logits [T, E]."""
+    x = x.astype(np.float64)
     gram = x.T @ x + ridge * np.eye(x.shape[1])
     return np.linalg.solve(gram, x.T @ target.astype(np.float64)).astype(np.float32)
