@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dali_gguf.kernels.kv_rows import BLOCK, load_rows
+from dali_gguf.kernels.kv_rows import BLOCK, VALUE_PANEL, load_rows
 from dali_gguf.kernels.lanes import constant, sum_f32, zero_f32x8
 from dali_gguf.kernels.plan import (
     FIRST_KEY, FIRST_ROW, GROUP, GROUPS, HEADS, ITEM_BYTES, ITEMS, K_ROW, K_SIZE, KEYS, KIND,
@@ -122,7 +122,7 @@ def _attend_block(job, item, block, scratch, state):
     factors = scores + 4 * cap * BLOCK
     keys = factors + 4 * cap * 4 + 2 * state_bytes(cap, width)
     values = keys + 4 * BLOCK * padded(size, 8)
-    row = values + 4 * BLOCK * width
+    row = values + VALUE_PANEL * padded(width, 32) // PANEL
     keep, add, largest, sums = factors, factors + 4 * cap, factors + 8 * cap, factors + 12 * cap
 
     kind, n_ctx, nothing = word(job, KIND), word(job, N_CTX), word(job, NOTHING)
@@ -140,7 +140,7 @@ def _attend_block(job, item, block, scratch, state):
     stride = word(job, V_ROW)
     load_rows(kind, word(job, VALUES) + first * stride, stride, count, word(job, V_SIZE), row,
               nothing, values)
-    multiply_panels(scores, 4 * BLOCK, rows, values, 64 * BLOCK, width // PANEL, count,
+    multiply_panels(scores, 4 * BLOCK, rows, values, VALUE_PANEL, width // PANEL, count,
                     state + 8 * cap, 4 * width, keep, add)
 
 

@@ -20,6 +20,7 @@ from dali_gguf.kernels.vmath import (
 )
 
 BLOCK = 64  # keys of a block: part of the order of summation, so a change changes last bits
+VALUE_PANEL = 64 * BLOCK + 64  # bytes; a power of two would put all panels into one cache set
 F32_ROWS, F16_ROWS, Q8_0_ROWS = 0, 1, 2  # formats of a cache row
 
 
@@ -67,43 +68,39 @@ def load_rows(kind, source, stride, count, size, rows, transpose, target):
     """`count` cache rows of `size` elements as float32 panels.
 
     transpose: keys; element k of row i at panel i // 16, line k, column i % 16, a panel having
-    size lines (rounded up to 8). Else values; at panel k // 16, line i, column k % 16, a panel
-    having BLOCK lines. rows: scratch for 8 rows of size rounded up to 32. Panel columns beyond
+    size lines (rounded up to 8); rows: scratch for 8 rows of size rounded up to 32. Else values;
+    at panel k // 16, line i, column k % 16, panels VALUE_PANEL bytes apart. Panel columns beyond
     the data hold anything. size may be less than the row holds (MLA: values are in the keys).
     """
     line, depth = 4 * padded(size, 32), padded(size, 8)
+    apart = 64 if transpose else VALUE_PANEL
     for first in range(0, count, 8):
-        some = min(count - first, 8)
-        for r in range(some):
-            at, to = source + (first + r) * stride, rows + r * line
+        for r in range(first, min(first + 8, count)):
+            at = source + r * stride
+            to = rows + (r - first) * line if transpose else target + 64 * r
             i = 0
             if kind == F16_ROWS:
                 while i + 8 <= size:
-                    store(to + 4 * i, half_to_float(load_i16x8(at + 2 * i)))
+                    place = to + (i >> 4) * apart + 4 * (i & 8)
+                    store(place, half_to_float(load_i16x8(at + 2 * i)))
                     i += 8
                 while i < size:
-                    store(to + 4 * i, load_f16(at + 2 * i))
+                    store(to + (i >> 4) * apart + 4 * (i & 15), load_f16(at + 2 * i))
                     i += 1
             elif kind == Q8_0_ROWS:
                 while i < size:  # blocks of 32: a half scale, then 32 int8
                     scale = splat_f32x8(load_f16(at))
                     for j in range(0, 32, 8):
                         codes = to_f32(sign_extend_i32(load_i8x8(at + 2 + j)))
-                        store(to + 4 * (i + j), v_fmul(codes, scale))
+                        place = to + ((i + j) >> 4) * apart + 4 * (j & 8)
+                        store(place, v_fmul(codes, scale))
                     at += 34
                     i += 32
             else:
                 while i < size:
-                    store(to + 4 * i, load_f32(at + 4 * i))
+                    store(to + (i >> 4) * apart + 4 * (i & 15), load_f32(at + 4 * i))
                     i += 1
         if transpose:
             panel = target + first // PANEL * 64 * depth + first % PANEL * 4
             for k in range(0, depth, 8):
                 transpose_8x8(rows + 4 * k, line, panel + 64 * k, 64)
-        else:
-            for r in range(some):
-                panel = target + 64 * (first + r)
-                for k in range(0, 4 * size, 64):
-                    store(panel, load_f32x8(rows + r * line + k))
-                    store(panel + 32, load_f32x8(rows + r * line + k + 32))
-                    panel += 64 * BLOCK

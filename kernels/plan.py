@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from dali_gguf.kernels.kv_rows import BLOCK
+from dali_gguf.kernels.kv_rows import BLOCK, VALUE_PANEL
 from dali_gguf.kernels.products import PANEL
 from dali_gguf.kernels.records import padded, word
 from dali_gguf.kernels.simd import I32, I64, jit, load_ir, store
@@ -48,7 +48,7 @@ def scratch_bytes(k_size: int, v_size: int) -> tuple[int, int]:
     """Scratch of a thread, (bytes, bytes a row): queries, scores, four factors and two states a
     row, a block of keys and of values, and eight rows of the cache."""
     width, depth = -(-v_size // 32) * 32, -(-k_size // 32) * 32
-    fixed = 4 * BLOCK * (depth + width) + 32 * max(depth, width) + 256
+    fixed = 4 * BLOCK * depth + VALUE_PANEL * width // PANEL + 32 * depth + 256
     return fixed, 4 * (k_size + BLOCK + 4 + 2 * (2 + width))
 
 
