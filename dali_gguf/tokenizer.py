@@ -1,6 +1,7 @@
 """Text to token ids and back, from the vocabulary in a GGUF file. The rules are llama.cpp's."""
 
 import codecs
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -23,6 +24,7 @@ END_TEXTS = frozenset(
     "<reponame> <|file_sep|>".split()
 )
 END_KEYS = tuple(f"{name}_token_id" for name in "eos eot eom fim_pad fim_rep fim_sep".split())
+BYTE_TEXT = re.compile("<0x([0-9A-Fa-f]{2})>")
 # gpt-oss marks its thinking with control tokens; without them its answer cannot be read.
 SHOWN_TEXTS = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
 
@@ -115,8 +117,8 @@ class Tokenizer:
             return text.encode() if special or text in SHOWN_TEXTS else b""
         if kind == TokenType.USER_DEFINED:
             return text.encode()
-        if kind == TokenType.BYTE:
-            return bytes((int(text[3:5], 16),))
+        if kind == TokenType.BYTE and (byte := BYTE_TEXT.fullmatch(text)):
+            return bytes.fromhex(byte[1])
         if kind != TokenType.NORMAL:
             return b""
         return (tokenizer_spm if self._spm else tokenizer_bpe).token_bytes(text)

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except DaliError as error:
-        print(f"dali-gguf: {error}", file=sys.stderr)
+        print(f"dali-gguf: {one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dali-gguf: interrupted", file=sys.stderr)
@@ -64,6 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def one_line(text: str) -> str:
+    """text with line ends and other control characters, say of a damaged file's keys, escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 if __name__ == "__main__":
