@@ -67,7 +67,8 @@ def route_rows(logits, scoring, normalize, scale, bias, scores, choice, picked, 
             for e in range(n_expert):
                 scores[e] = np.float32(1) / (np.float32(1) + scores[e])
         else:
-            scores[:n_expert] = x
+            for e in range(n_expert):
+                scores[e] = x[e]
         for e in range(n_expert):
             choice[e] = scores[e] + (bias[e] if len(bias) else np.float32(0))
         choose(choice[:n_expert], n_used, ids[t])
@@ -76,7 +77,9 @@ def route_rows(logits, scoring, normalize, scale, bias, scores, choice, picked, 
             picked[a] = scores[ids[t, a]]
             workload[ids[t, a]] += 1
         if scoring == SOFTMAX_AFTER:
-            softmax(picked.copy(), n_used, picked)
+            for a in range(n_used):
+                choice[a] = picked[a]
+            softmax(choice, n_used, picked)
         for a in range(n_used):
             total += picked[a]
         total = max(total, SMALLEST_SUM) if normalize else np.float32(1)
