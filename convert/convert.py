@@ -133,8 +133,7 @@ def parameter_counts(sources: list[SourceTensor]) -> tuple[int, int, int, int]:
     for source in sources:
         size = int(np.prod(source.shape, dtype=np.int64))
         total += size
-        bias = source.name.endswith(".bias")
-        if "_exps." in source.name and len(source.shape) >= 3 - bias:
+        if "_exps." in source.name and len(source.shape) >= 3:
             expert += size // source.shape[0]
             experts, stacks = experts + source.shape[0], stacks + 1
         else:

@@ -45,7 +45,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": Architecture(
         "llama", {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6,
                   "num_key_value_heads": 8, "num_experts_per_tok": 2},
-        permuted=True, moe=True, head_dim=True, spm=True,
+        permuted=True, moe=True, spm=True,
     ),
     "Qwen2ForCausalLM": Architecture("qwen2", QWEN, spm=True),
     "Qwen3ForCausalLM": Architecture("qwen3", {**QWEN, "head_dim": 128}, spm=True),
@@ -60,7 +60,7 @@ ARCHITECTURES = {
         "olmoe", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts_per_tok": 8}, moe=True
     ),
     "DeepseekV2ForCausalLM": Architecture(
-        "deepseek2", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}, moe=True
+        "deepseek2", {**DEEPSEEK, "routed_scaling_factor": 1.0}, moe=True
     ),
     "DeepseekV3ForCausalLM": Architecture(
         "deepseek2", {**DEEPSEEK, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,

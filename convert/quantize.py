@@ -57,7 +57,7 @@ def plan(file: GGUFFile, mixture: str, wishes: Wishes, importance: Importance | 
     path = file.paths[0]
     facts = model_facts(file.metadata, path)
     tensors = sorted(file.tensors.values(), key=lambda t: tensor_order(t.name))
-    infos = [TensorInfo(t.name, t.shape, t.type) for t in tensors]
+    infos = [TensorInfo(t.name, squeezed(t.shape), t.type) for t in tensors]
     choices = choose_types(mixture, facts, wishes, infos)
     planned = []
     for tensor, choice in zip(tensors, choices):
@@ -74,6 +74,13 @@ def plan(file: GGUFFile, mixture: str, wishes: Wishes, importance: Importance | 
     if importance is not None:
         metadata |= importance.keys()
     return Quantization(metadata, planned, file.paths)
+
+
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading dimensions of 1: llama.cpp does not write them."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
 
 
 def _matrices(tensor: Tensor, importance: Importance | None) -> list[Matrix]:
