@@ -12,6 +12,7 @@ from dali_gguf import models
 from dali_gguf.engine import Engine
 from dali_gguf.sampler import SamplingParams
 
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 GREEDY = SamplingParams(temperature=0, max_tokens=-2)
 
 
@@ -38,10 +39,11 @@ def test_same_logits_and_greedy_tokens_as_transformers(name, prompt, tmp_path):
     model = checkpoint(KINDS[name])
     path = write_gguf(tmp_path / "model.gguf", KINDS[name], model)
     expected, tokens = reference(model, prompt, 32)
-    with Engine(path, n_ctx=128, n_batch=16, device=NumpyDevice(), kv_type="f32") as engine:
-        logits = engine.logits(prompt)
-        assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
-        assert list(islice(engine.tokens(prompt, GREEDY), 32)) == tokens
+    for device in (NumpyDevice(), "cpu"):
+        with Engine(path, n_ctx=128, n_batch=16, device=device, kv_type="f32") as engine:
+            logits = engine.logits(prompt)
+            assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
+            assert list(islice(engine.tokens(prompt, GREEDY), 32)) == tokens
 
 
 def test_every_architecture_has_a_test():
