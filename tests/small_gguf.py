@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.tiny_models import N_VOCAB, write_vocabulary
 
-D, HEADS, F, EXPERTS, USED, LAYERS = 32, 2, 32, 4, 2, 2
+D, HEADS, F, EXPERTS, USED, LAYERS = 64, 2, 32, 4, 2, 2
 
 
 def small_keys(writer: gguf.GGUFWriter) -> None:
@@ -29,7 +29,8 @@ def small_tensors(seed: int = 0) -> dict[str, np.ndarray]:
         p = f"blk.{i}."
         shapes |= {p + "attn_norm": (D,), p + "ffn_norm": (D,), p + "ffn_gate_inp": (EXPERTS, D)}
         shapes |= {p + f"attn_{x}": (D, D) for x in ("q", "k", "v", "output")}
-        shapes |= {p + f"ffn_{x}_exps": (EXPERTS, F, D) for x in ("gate", "up", "down")}
+        shapes |= {p + f"ffn_{x}_exps": (EXPERTS, F, D) for x in ("gate", "up")}
+        shapes |= {p + "ffn_down_exps": (EXPERTS, D, F)}
     return {f"{n}.weight": rng.standard_normal(s).astype(np.float32) / s[-1] ** 0.5 for n, s in shapes.items()}
 
 
