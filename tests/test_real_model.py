@@ -28,9 +28,13 @@ def answer(capsys, path: str, question: str, *more: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_answers_sensibly_and_ends(path, capsys):
-    found = answer(capsys, path, "What is the capital of France?", "-n", "40")
-    assert "Paris" in found["text"] and found["finish"] == "eos"
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [("What is the capital of Germany?", ["Berlin"]), ("Name three colors.", ["Red", "Blue"])],
+)
+def test_answers_sensibly_and_ends(path, capsys, question, words):
+    found = answer(capsys, path, question, "-n", "40")
+    assert all(word in found["text"] for word in words) and found["finish"] == "eos"
 
 
 def test_same_tokens_at_any_thread_count_and_batch(path, capsys):
