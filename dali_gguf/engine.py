@@ -15,7 +15,8 @@ from dali_gguf.device import Device, Step
 from dali_gguf.errors import InputError, NumericError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Pass
-from dali_gguf.offload import disk_tier
+from dali_gguf.offload import devices, disk_tier
+from dali_gguf.offload.devices import GpuOptions
 from dali_gguf.sampler import Sampler, SamplingParams
 from dali_gguf.stats import Stats, hash_logits
 from dali_gguf.stopping import StopFilter
@@ -37,6 +38,7 @@ class EngineOptions:
     kv_type: str = "f16"
     mmap: bool = True
     ram: int | str | None = None
+    gpu: GpuOptions = GpuOptions()
 
     def __post_init__(self):
         for name, value in (("n_batch", self.n_batch), ("n_seq", self.n_seq), ("threads", self.threads or 1)):
@@ -66,14 +68,23 @@ class Engine:
         kv_type: str = "f16",
         mmap: bool = True,
         ram: int | str | None = None,
+        vram: int | str | None = None,
+        placement: str = "threshold",
+        prefetch: str = "residual",
+        expert_cache: str = "decayed",
+        verify: bool = False,
     ):
         """path None: the model that comes with the package. n_ctx 0: as trained, never more.
 
         n_batch: tokens of a prefill step. n_seq: sequences that can be decoded together. ram: main
         memory to use, in bytes or like "6G"; None: what there is. A model that does not fit streams
-        its experts from disk. Raises ModelFileError, UnsupportedError, InputError, MemoryBudgetError.
+        its experts from disk. device: cpu, cuda, cuda:1, auto, or cpu-torch (torch on the CPU, as if
+        it were a GPU); vram: GPU memory to use; placement, prefetch, expert_cache: DALI's policies;
+        verify: every expert again on the CPU.
+        Raises ModelFileError, UnsupportedError, InputError, MemoryBudgetError.
         """
-        self.options = EngineOptions(n_ctx, threads, device, n_batch, n_seq, kv_type, mmap, ram)
+        gpu = GpuOptions(vram, placement, prefetch, expert_cache, verify)
+        self.options = EngineOptions(n_ctx, threads, device, n_batch, n_seq, kv_type, mmap, ram, gpu)
         self.path = Path(path) if path is not None else default_model()
         self.stats = Stats()
         self.file = GGUFFile.open(self.path)
@@ -81,17 +92,25 @@ class Engine:
             undo.callback(self.file.close)
             self.config = models.read_config(self.file)
             self.n_ctx = context_size(n_ctx, self.config.n_ctx_train)
-            self.device = make_device(device, threads)
-            undo.callback(self._close_device)
             room = disk_tier.room_for(ram)
             self.memory = disk_tier.plan_model(
                 self.file, self.config, room, self.n_ctx, n_seq, n_batch, kv_type
             )
             self.file = disk_tier.place_weights(self.memory, self.file, mmap)
+            self.guard = disk_tier.guard(self.memory, self.file, mmap)
+            undo.callback(self.guard.close)
+            load = devices.Load(self.n_ctx, n_seq, n_batch, kv_type)
+            self.device, tier = devices.open_device(device, threads, gpu, self.file.tensors, self.config, load)
+            undo.callback(self._close_device)
             self.model = models.load_model(self.file, self.config, self.device)
-            self.scheduler = disk_tier.make_scheduler(
-                self.memory, self.device, self.model.experts, self.model.routers, self.config
-            )
+            if tier is not None:
+                self.scheduler = tier.make_scheduler(self.model, self.config)
+            else:
+                self.scheduler = disk_tier.make_scheduler(
+                    self.memory, self.device, self.model.experts, self.model.routers, self.config,
+                    file=self.file, prefetch=prefetch != "none", ram=ram,
+                )
+            undo.callback(self.scheduler.close)
             self.cache = self.model.new_cache(n_seq, self.n_ctx, kv_type)
             undo.pop_all()
 
@@ -181,6 +200,7 @@ class Engine:
         step = Step(ids, np.asarray(positions, np.int32), sequences)
         run = Pass(step, self.cache, self.scheduler)
         logits = self.model.forward(run, rows)
+        self.guard.check()
         if logits is None:
             return None
         logits = self.device.to_host(logits)
@@ -208,6 +228,7 @@ class Engine:
         """A device that was handed in stays open: it belongs to the caller."""
         self.scheduler.close()
         self._close_device()
+        self.guard.close()
         self.file.close()
 
     def _close_device(self) -> None:
@@ -234,13 +255,3 @@ def context_size(wanted: int, trained: int) -> int:
     if wanted > max(trained, DEFAULT_CONTEXT):
         print(f"dali-gguf: context {wanted} is more than the model's {trained}; using {trained}", file=sys.stderr)
     return min(wanted, trained) or trained
-
-
-def make_device(device: str | Device, threads: int | None) -> Device:
-    if not isinstance(device, str):
-        return device
-    if device != "cpu":
-        raise InputError(f"device {device!r} is not known; expected cpu")
-    from dali_gguf.kernels.cpu import CpuDevice  # compiles, so only when it is used
-
-    return CpuDevice(threads)

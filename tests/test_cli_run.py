@@ -36,7 +36,7 @@ def chat(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def on_numpy(monkeypatch):
-    monkeypatch.setattr(engine_module, "make_device", lambda device, threads: NumpyDevice())
+    monkeypatch.setattr(engine_module.devices, "open_device", lambda *_: (NumpyDevice(), None))
     monkeypatch.setattr("dali_gguf.kernels.first_run", lambda: False)
 
 

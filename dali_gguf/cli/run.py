@@ -180,7 +180,7 @@ def stream(pieces, quiet: bool) -> tuple[str, int]:
 
 
 def report(engine: Engine, prompt: str, made: str, args: argparse.Namespace) -> None:
-    figures = engine.stats.as_dict()
+    figures = engine.stats.as_dict() | engine.scheduler.figures()
     if args.stats_json:
         write_json(Path(args.stats_json), figures)
     if args.json:
@@ -188,9 +188,20 @@ def report(engine: Engine, prompt: str, made: str, args: argparse.Namespace) -> 
         print(json.dumps(answer | figures, ensure_ascii=False))
         return
     if args.stats:
-        for name, value in figures.items():
-            print(f"{name:>28}: {value}", file=sys.stderr)
+        show_figures(engine.stats.as_dict())
+        if table := engine.scheduler.table():
+            print(table, file=sys.stderr)
     say(engine.stats.line())
+    if line := engine.scheduler.line():
+        say(line)
+
+
+def show_figures(figures: dict, group: str = "") -> None:
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            show_figures(value, f"{group}{name}.")
+        else:
+            print(f"{group + name:>36}: {value}", file=sys.stderr)
 
 
 def write_json(path: Path, figures: dict) -> None:

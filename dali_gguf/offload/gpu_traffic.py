@@ -56,6 +56,26 @@ class Traffic:
         self.link.bytes = self.link.copies = 0
         self.link.busy_us = 0.0
 
+    def reseat(self) -> None:
+        """Every layer's slots go to its experts with the highest scores, at once."""
+        copies = []
+        for row, score in enumerate(self.cache.score):
+            resident, absent = self.cache.resident[row], self.near(row) == 0
+            best = [e for e in np.argsort(-score, kind="stable").tolist() if absent[e]]
+            worst = [e for e in np.argsort(score, kind="stable").tolist() if resident[e]]
+            for load, evict in zip(best, worst):
+                if score[load] <= score[evict]:
+                    break
+                offset = int(self.slots.place[row, evict])
+                self.slots.place[row, evict], self.slots.place[row, load] = NOWHERE, offset
+                resident[evict], resident[load] = 0, 1
+                copies.append(self._copy(row, load, offset, DEMAND, self._last_use))
+                self.counters.add(row, "fills")
+                self.counters.add(row, "bytes", copies[-1].nbytes)
+        self.link.offer(copies)
+        for copy in copies:
+            self.link.wait(copy)
+
     def _copy(self, row: int, expert: int, offset: int, kind: str, free) -> Copy:
         tensors = self.experts[self.layers[row]].matrices(expert)
         parts = [(t.data, place) for t, place in zip(tensors, self.slots.parts(row, offset))]

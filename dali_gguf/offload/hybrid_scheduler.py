@@ -22,10 +22,10 @@ from dali_gguf.offload.hybrid_counters import HybridCounters
 from dali_gguf.offload.pays import Pays
 from dali_gguf.offload.placement import Planner
 from dali_gguf.offload.prefetch import Predictor, rank
+from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import Copy
 from dali_gguf.offload.verify import Verifier
-from dali_gguf.router import RouterRule
 from dali_gguf.routing import LayerExperts, Routing
 
 PREFILL = 32  # steps of so many tokens count as prefill: the cache is frozen, a ring streams
@@ -47,7 +47,7 @@ class Choices:
     adapt: bool = True
 
 
-class HybridScheduler:
+class HybridScheduler(Scheduler):
     """moe(layer, h, routing) -> y. experts, routers: by layer number, as in scheduler.Scheduler."""
 
     def __init__(
@@ -62,7 +62,7 @@ class HybridScheduler:
         costs: CostModel,
         choices: Choices = Choices(),
     ):
-        self.device, self.experts, self.routers = device, experts, routers
+        super().__init__(device, experts, routers)
         self.layers = sorted(experts)
         self.row = {layer: row for row, layer in enumerate(self.layers)}
         self.cache, self.predictor, self.model, self.choices = cache, predictor, costs, choices
@@ -77,6 +77,7 @@ class HybridScheduler:
         self._gap = {False: 0.0, True: 0.0}  # us between two layers' experts, by "is prefill"
         self._left = self._step_began = time.perf_counter()
         self._step_tokens = 0
+        self.cold = False  # nothing was known about this model: the prompt decides the residents
 
     def _candidates(self) -> tuple[str, ...]:
         """Features that may be switched off, given the policies."""
@@ -134,6 +135,9 @@ class HybridScheduler:
         if row == 0:
             if tokens == self._step_tokens and not prefill:
                 self.pays.record((now - self._step_began) * 1e6, tokens)
+            if self.cold and not prefill and self._step_tokens >= PREFILL:
+                self.cold = False
+                self.traffic.reseat()
             self._step_began, self._step_tokens = now, tokens
         elif tokens == self._step_tokens:
             gap = (now - self._left) * 1e6
@@ -146,9 +150,10 @@ class HybridScheduler:
         """Who computes what. Guesses that have not begun are dropped first."""
         here = self.traffic.here(row, workload)
         self.counters.uses(row, workload, here.astype(bool))
+        missing = ((workload > 0) & (here == 0)).any()
         copies = self.traffic.slots.spare(row) > 0 and (prefill or self._uses("copies"))
         margin = self.model.margin() if self._uses("moves") else NEVER
-        planner = self.planner if copies else self.still
+        planner = self.planner if copies or not missing else self.still
         plan = planner.plan(
             workload, here, self.model.costs, self.traffic.busy_us(self.model), margin
         )
@@ -229,9 +234,6 @@ class HybridScheduler:
 
     # ---- the rest of the seam --------------------------------------------------------------
 
-    def rule(self, layer: int) -> RouterRule:
-        return self.routers[layer][1]
-
     def line(self) -> str:
         """For the closing line of a run."""
         parts = [self.counters.line(), self.pays.line()]
@@ -250,6 +252,9 @@ class HybridScheduler:
         if self.verifier is not None:
             out["verify"] = self.verifier.as_dict()
         return out
+
+    def table(self) -> str:
+        return self.counters.table()
 
     def close(self) -> None:
         self.traffic.close()

@@ -28,6 +28,18 @@ class Scheduler:
         """What was read from disk so far; None: all experts are in memory."""
         return None
 
+    def line(self) -> str:
+        """More for a run's closing line; empty: nothing to tell."""
+        return ""
+
+    def figures(self) -> dict:
+        """More for --stats-json."""
+        return {}
+
+    def table(self) -> str:
+        """More for --stats, lines by layer."""
+        return ""
+
     def rule(self, layer: int) -> RouterRule:
         return self.routers[layer][1]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dali_gguf.errors import InputError
+from dali_gguf.offload.vram import SCORE_BYTES
 
-SCORE_BYTES = 64 << 20  # most memory one block of scores may take
 Q8_BLOCK = 32
 
 

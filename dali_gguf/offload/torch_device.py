@@ -52,6 +52,7 @@ class TorchDevice:
         self.device = device
         self.name = str(device) if device.type == "cuda" else "cpu-torch"
         self.kernels = _triton(device, fused)
+        self.weights: list[TorchWeight] = []
         self._step: Step | None = None  # the step that _places belongs to
         self._places: tuple[Array, Array] | None = None
         self._turn: tuple | None = None  # the rope and positions that _angles belongs to
@@ -67,10 +68,17 @@ class TorchDevice:
                 f"{tensor.name} has the type {tensor.type.name}, which the GPU "
                 "path does not read: use --device cpu"
             )
-        return TorchWeight(tensor, self.device)
+        self.weights.append(TorchWeight(tensor, self.device))
+        return self.weights[-1]
+
+    def upload_weights(self, skip: TorchWeight | None = None) -> None:
+        """All of them now, so that memory that runs out does so before the first step."""
+        for weight in self.weights:
+            if weight is not skip:
+                weight.data  # noqa: B018
 
     def vector(self, tensor: Tensor) -> Array:
-        return self.weight(tensor).dense()
+        return TorchWeight(tensor, self.device).dense().clone()
 
     def embed(self, ids: np.ndarray, table: TorchWeight) -> Array:
         t = table.tensor
@@ -180,7 +188,9 @@ class TorchDevice:
     # ---- experts ---------------------------------------------------------------------------
 
     def route(self, logits: Array, n_used: int, rule: router.RouterRule) -> Routing:
-        return router.route(self.to_host(logits), n_used, rule)
+        from dali_gguf.kernels.route import route  # compiles
+
+        return route(self.to_host(logits), n_used, rule)
 
     def moe(self, x: Array, routing: Routing, experts: LayerExperts) -> Array:
         """All experts of a step, copied to the device first: no slots, nothing is kept."""

@@ -1,8 +1,8 @@
 """A layer's experts computed on a torch device from the bytes in its slots.
 
-An expert lies in one stretch of bytes: gate, up, down, each beginning at a multiple of ALIGN. The
-fused kernels take all experts of a step in three launches; without them every expert is dequantized
-and multiplied on its own.
+An expert lies in one stretch of bytes: gate, up, down, each beginning at a multiple of vram.ALIGN.
+The fused kernels take all experts of a step in three launches; without them every expert is
+dequantized and multiplied on its own.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from dali_gguf.errors import UnsupportedError
 from dali_gguf.offload.expert_pairs import PairBuilder, Pairs
 from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
+from dali_gguf.offload.vram import aligned
 from dali_gguf.routing import LayerExperts, Routing
 
-ALIGN = 256
 ROLES = ("gate", "up", "down")
 
 
@@ -62,7 +62,7 @@ def layout_of(experts: LayerExperts) -> ExpertLayout:
             )
         first = stack[0]
         parts.append(Matrix(first.type, first.rows, first.cols, at, first.nbytes))
-        at += -(-first.nbytes // ALIGN) * ALIGN
+        at += aligned(first.nbytes)
     return ExpertLayout(*parts, at, experts.activation)
 
 

@@ -4,18 +4,25 @@ What is left after the first three is cut into slots, the same number of experts
 spare slots of each size take experts that are copied for one step only.
 """
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
+from gguf import GGMLQuantizationType as Q
 
 from dali_gguf.config import ModelConfig
 from dali_gguf.errors import InputError
 from dali_gguf.offload.budget import parse_size, show_size
+from dali_gguf.offload.memory_plan import demand_of
+from dali_gguf.tensor import Tensor
 
 SPARE = 16  # slots of each size for copies in flight: the ring of a prefill
 SPARE_SHARE = 4  # at most a quarter of the expert memory becomes spare slots
 RESERVE = 0.06  # of the free memory stays free: the driver, fragmentation, other programs
-SCORES = 3 * (64 << 20)  # attention: scores, their softmax, and keys in float32
+ALIGN = 256  # where a matrix may begin in its slot
+FUSED = (Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.MXFP4)  # no dense copy
+EXPERT_OF = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)(?:_exps|\.(\d+))\.weight$")
+SCORE_BYTES = 64 << 20  # most memory one block of attention scores may take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,30 +100,82 @@ def _last_layers(left: int, slot_bytes: np.ndarray, n_expert: int) -> np.ndarray
     return slots
 
 
-def scratch_bytes(c: ModelConfig, n_batch: int, n_seq: int, largest_dense: int = 0) -> int:
-    """An upper bound of what one step of n_batch tokens allocates at a time. largest_dense: bytes
-    of the largest matrix that has to be dequantized because no fused kernel takes its type."""
-    e = c.experts
-    row = 8 * c.n_embd + 4 * c.n_head * (c.k_size + c.v_size) + 3 * max(c.n_ff, e.n_ff_shared)
-    row += e.n_used * (3 * (e.n_ff or c.n_ff) + 2 * c.n_embd) if e.n_expert else 0
-    return 4 * (n_batch * row + max(n_seq, 1) * c.n_vocab) + SCORES + largest_dense
+def plan_model(
+    tensors: dict[str, Tensor],
+    config: ModelConfig,
+    room: int,
+    n_ctx: int,
+    n_seq: int = 1,
+    n_batch: int = 512,
+    kv_type: str = "f16",
+    whole_layers: bool = False,
+) -> VramPlan:
+    """What of a model goes into `room` bytes of GPU memory. An embedding table that is only looked
+    up stays in main memory."""
+    demand = demand_of(tensors, config, n_ctx, n_seq, n_batch, kv_type)
+    dense = demand.dense
+    if "output.weight" in tensors and "token_embd.weight" in tensors:
+        dense -= tensors["token_embd.weight"].nbytes
+    scratch = demand.scratch + _attention(config, n_ctx, n_batch) + _dequantized(tensors)
+    sizes = np.array(list(slot_bytes(tensors, config.experts.n_expert).values()), np.int64)
+    n_expert = config.experts.n_expert
+    return plan_vram(room, dense, demand.kv, scratch, sizes, n_expert, whole_layers)
 
 
-def budget(text: str | int | None, free: int, total: int) -> tuple[int, str | None]:
+def _attention(c: ModelConfig, n_ctx: int, n_batch: int) -> int:
+    """Scores of a block of queries with their softmax, and one layer's keys in float32."""
+    scores = min(SCORE_BYTES, 4 * c.n_head * n_batch * n_ctx)
+    width = (c.kv_rank + c.rope.n_rot) if c.kv_rank else c.n_head_kv * (c.k_size + c.v_size)
+    return 3 * scores + 2 * 4 * n_ctx * width
+
+
+def slot_bytes(tensors: dict[str, Tensor], n_expert: int) -> dict[int, int]:
+    """Bytes of an expert's slot in each layer with experts, by layer: gate, up and down, each
+    aligned."""
+    sizes: dict[int, int] = {}
+    for name, t in tensors.items():
+        found = EXPERT_OF.match(name)
+        if not found:
+            continue
+        layer, role, single = int(found[1]), found[2], found[3]
+        if single not in (None, "0"):
+            continue
+        nbytes = t.nbytes if single else t.nbytes // n_expert
+        parts = 2 if role == "gate_up" else 1
+        sizes[layer] = sizes.get(layer, 0) + parts * aligned(nbytes // parts)
+    return dict(sorted(sizes.items()))
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _dequantized(tensors: dict[str, Tensor]) -> int:
+    """Bytes that the largest matrix takes that has to be dequantized before its product."""
+    plain = (
+        t for t in tensors.values() if t.type not in FUSED and t.cols > 0 and len(t.shape) == 2
+    )
+    return max((3 * 4 * t.rows * t.cols for t in plain), default=0)
+
+
+def parse(size: int | str) -> int:
+    """Bytes of --vram. InputError if it is no size above 0."""
+    try:
+        return parse_size(str(size))
+    except InputError:
+        raise InputError(f"--vram {size!r} is not a size above 0: write it like 6G") from None
+
+
+def budget(size: int | str | None, free: int, total: int) -> tuple[int, str | None]:
     """Bytes to use of a card, and a line to say if they are fewer than asked for. InputError for
     a size that is none or that the card does not have."""
     usable = int(free * (1 - RESERVE))
-    if text is None:
+    if size is None:
         return usable, None
-    try:
-        wanted = parse_size(str(text))
-    except InputError:
-        raise InputError(
-            f"--vram {text!r} is not a size above 0: write it like 6G or 512M"
-        ) from None
+    wanted = parse(size)
     if wanted > total:
         raise InputError(
-            f"--vram {text}: the device has {show_size(total)}; give less, or leave "
+            f"--vram {show_size(wanted)}: the device has {show_size(total)}; give less, or leave "
             "--vram out to use what is free"
         )
     if wanted > usable:
