@@ -200,6 +200,26 @@ def test_a_cut_file_stops_the_step_that_needs_it(tmp_path):
     arena.close()
 
 
+def test_shrinking_gives_up_the_least_used_and_growing_adds_slots(tmp_path):
+    layers = model(tmp_path, odd_down=Q.F16)
+    arena = arena_for(layers, 24, growth=0.5)
+    start = arena.slots.count
+    for _ in range(3):
+        for layer in layers:
+            take(arena, layers, layer, [1, 2])
+    take(arena, layers, 0, [3, 4])
+    arena.fill()
+    arena.wait_idle()
+    arena.resize(arena.slots.nbytes // 2)
+    assert arena.slots.count == pytest.approx(start / 2, abs=2)
+    assert all(arena.resident(layer)[[1, 2]].all() for layer in layers)
+    arena.resize(10 * arena.slots.nbytes)
+    assert arena.slots.count == 32 and not arena.slots.full, "every expert has a slot"
+    for layer in layers:
+        take(arena, layers, layer, [0, 3, 5, 7])
+    arena.close()
+
+
 def test_an_abandoned_step_does_no_harm(tmp_path):
     layers = model(tmp_path)
     arena = arena_for(layers, 8)

@@ -13,9 +13,11 @@ from dali_gguf.errors import MemoryBudgetError, ModelFileError
 from dali_gguf.offload import budget, disk_tier
 from dali_gguf.offload.disk_scheduler import DiskScheduler
 from dali_gguf.offload.memory_plan import RUNTIME
+from dali_gguf.offload.memory_watch import LEAST_SPARE
 from dali_gguf.sampler import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=-2)
+ROOM_FOR = disk_tier.room_for
 PROMPT = [300, 301, 17, 350, 400]
 
 
@@ -28,12 +30,15 @@ def path(tmp_path_factory):
 
 def limited(path, monkeypatch, part, **options):
     """An engine with room for that part of the experts."""
+    monkeypatch.setattr(disk_tier, "room_for", ROOM_FOR)
     with Engine(path, n_ctx=128, device=ArenaDevice(), **options) as free:
         demand = free.memory.demand
     usable = demand.fixed + int(part * demand.experts)
     room = budget.Room(int(usable / 0.97) + 1, "test")
     monkeypatch.setattr(disk_tier, "room_for", lambda ram: room)
-    return Engine(path, n_ctx=128, device=ArenaDevice(), **options)
+    engine = Engine(path, n_ctx=128, device=ArenaDevice(), **options)
+    monkeypatch.setattr(disk_tier, "room_for", lambda ram: budget.Room(LEAST_SPARE, "test"))
+    return engine
 
 
 def tokens(engine, n=48, prompt=PROMPT):
@@ -76,17 +81,38 @@ def test_guesses_change_nothing_but_the_time(path, monkeypatch):
         assert s.hints_used + s.hints_wasted + s.hints_cancelled <= s.hinted
 
 
-def test_counts_of_earlier_runs_fill_the_arena(path, monkeypatch):
-    counts = np.zeros((TINY.n_layer, TINY.n_expert))
-    counts[:, [2, 5, 11]] = 10
+def test_memory_that_comes_and_goes_changes_nothing_but_the_slots(path, monkeypatch):
+    with Engine(path, n_ctx=128, device=ArenaDevice()) as engine:
+        expected = tokens(engine, 90)
     with limited(path, monkeypatch, 0.5) as engine:
-        model = engine.model
-        arena = disk_tier.make_scheduler(
-            engine.memory, engine.device, model.experts, model.routers, engine.config, counts
-        ).arena
+        arena, left = engine.scheduler.arena, [400 << 20, 400 << 20, LEAST_SPARE - (1 << 20)]
+        room = lambda ram: budget.Room(left.pop(0) if left else LEAST_SPARE, "test")  # noqa: E731
+        monkeypatch.setattr(disk_tier, "room_for", room)
+        planned, sizes, running = arena.slots.nbytes, [], engine.tokens(PROMPT, GREEDY)
+        for token in expected:
+            assert next(running) == token
+            sizes.append(arena.slots.nbytes)
+        assert max(sizes) > 1.2 * planned and sizes[-1] < planned
+        engine.scheduler.watch.before_scan()
+        assert arena.slots.nbytes <= planned
+
+
+def test_counts_of_earlier_runs_fill_the_arena(path, monkeypatch):
+    kept = path.with_name("model.dali.gguf")
+    kept.unlink(missing_ok=True)
+    with limited(path, monkeypatch, 0.5) as engine:
+        assert engine.scheduler.counts.stored is None
+        tokens(engine, 20)
+    assert not kept.exists(), "too short a run to keep"
+    with limited(path, monkeypatch, 0.5) as engine:
+        tokens(engine, 80)
+    with limited(path, monkeypatch, 0.5) as engine:
+        counts = engine.scheduler.counts.stored
+        assert counts.tokens >= 80 and (counts.counts.sum(1) == counts.tokens * TINY.n_used).all()
+        arena = engine.scheduler.arena
         arena.wait_idle()
-        assert all(arena.resident(layer)[[2, 5, 11]].all() for layer in range(TINY.n_layer))
-        arena.close()
+        assert all(arena.resident(i)[np.argmax(counts.counts[i])] for i in range(TINY.n_layer))
+    kept.unlink()
 
 
 def test_a_file_cut_while_running_is_an_error_not_a_crash(path, monkeypatch, tmp_path):

@@ -27,7 +27,9 @@ class ExpertArena:
     lie."""
 
     def __init__(self, layers: dict[int, LayerExperts], nbytes: int,
-                 half_life: float = HALF_LIFE, threads: int = THREADS, direct: bool = True):
+                 half_life: float = HALF_LIFE, threads: int = THREADS, direct: bool = True,
+                 growth: float = 0.0):
+        """nbytes: of all slots; growth: part of it that resize() may add."""
         size = slot_sizes(layers)
         order = sorted(layers, key=lambda layer: (size[layer], layer))
         self.n_expert = max(experts.n_expert for experts in layers.values())
@@ -35,7 +37,7 @@ class ExpertArena:
         self._first_layer = min(layers)
         self._layouts = [layer_layouts(layers[layer]) for layer in order]
         self.row_sizes = np.array([size[layer] for layer in order])
-        self.slots = Slots(self.row_sizes, self.n_expert, nbytes, half_life)
+        self.slots = Slots(self.row_sizes, self.n_expert, nbytes, half_life, growth)
         paths = {extent.path for ones in self._layouts for one in ones for extent in one.extents}
         self._loads = Loads(self.slots.memory, sorted(paths), direct, threads)
         n = len(layers) * self.n_expert
@@ -141,6 +143,18 @@ class ExpertArena:
                     slot_class.fills.append(key)
                     self._counters.filled += 1
         return self._counters.filled - before
+
+    def resize(self, nbytes: int) -> None:
+        """Makes it about that large: adds free slots, or gives back free ones and those of the
+        least used experts. What cannot be evicted now stays."""
+        self.slots.grow(max(0, nbytes - self.slots.nbytes))
+        keep = min(1.0, nbytes / max(self.slots.nbytes, 1))
+        for c in self.slots.classes:
+            gone = c.count - int(c.count * keep)
+            for key in c.victims(gone - len(c.free)):
+                self._evict(c, key)
+            for _ in range(min(gone, len(c.free))):
+                self.slots.give_back(c)
 
     def wait_idle(self) -> None:
         """Waits until everything queued has been read (for tests, benchmarks and a warm start)."""

@@ -67,19 +67,24 @@ def _mem_available(root: Path) -> int:
 
 
 def _group_rooms(root: Path) -> Iterator[Room]:
+    """What each group leaves. File cache counts as free, but not mapped pages: they are programs
+    and libraries in use, and would be read again at once."""
     for version, folder in _groups(root):
         stat = _table(folder / "memory.stat")
         if version == 2:
             limits = [_number(folder / "memory.max"), _number(folder / "memory.high")]
             used = _number(folder / "memory.current")
             files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+            files -= stat.get("file_mapped", 0)
         else:
             limits = [_number(folder / "memory.limit_in_bytes")]
             used = _number(folder / "memory.usage_in_bytes")
             files = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+            files -= stat.get("total_mapped_file", 0)
         limits = [limit for limit in limits if limit is not None and limit < NO_LIMIT]
         if limits and used is not None:
-            yield Room(max(0, min(limits) - used + files), f"limit of the memory group {folder}")
+            room = min(limits) - used + max(0, files)
+            yield Room(max(0, room), f"limit of the memory group {folder}")
 
 
 def _groups(root: Path) -> Iterator[tuple[int, Path]]:

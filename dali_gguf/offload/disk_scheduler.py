@@ -8,7 +8,9 @@ from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena import ExpertArena
 from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.offload.look_ahead import LookAhead
+from dali_gguf.offload.memory_watch import MemoryWatch
 from dali_gguf.offload.pays import Pays
+from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.slots import RING
 from dali_gguf.routing import LayerExperts, Routing
@@ -19,24 +21,29 @@ TAUGHT = 32  # tokens of a scan that the look-ahead learns from
 
 
 class DiskScheduler(Scheduler):
-    """prefetch False: never guess. The arena is closed with the scheduler."""
+    """prefetch False: never guess. The arena is closed with the scheduler. counts: of this run,
+    kept for the next one. watch: of the memory that is left."""
 
     def __init__(self, device: Device, experts: dict[int, LayerExperts], routers: dict[int, tuple],
-                 arena: ExpertArena, n_used: int, n_embd: int, prefetch: bool = True):
+                 arena: ExpertArena, n_used: int, n_embd: int, prefetch: bool = True,
+                 counts: RunCounts | None = None, watch: MemoryWatch | None = None):
         super().__init__(device, experts, routers)
-        self.arena = arena
+        self.arena, self.counts, self.watch, self.n_used = arena, counts, watch, n_used
         self.look_ahead = LookAhead(device, routers, n_used, n_embd)
+        if counts is not None and counts.means is not None:
+            self.look_ahead.start_from(counts.means)
         self.pays = Pays(("prefetch",) if prefetch else ())
         layers = sorted(experts)
+        self._row = {layer: row for row, layer in enumerate(layers)}
         self._first, self._next = layers[0], dict(zip(layers, layers[1:]))
         self._began: float | None = None
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """As Scheduler.moe: the same bits, whatever was in memory and whatever arrived first."""
-        if layer == self._first:
-            self._time_step(len(h))
-        ids = np.flatnonzero(routing.workload)
         scan = routing.expert_ids.size >= SCAN * len(routing.workload)
+        if layer == self._first:
+            self._new_step(len(h), scan)
+        ids = np.flatnonzero(routing.workload)
         arrivals = self.arena.need(layer, ids, routing.workload[ids], frozen=scan)
         if self.pays.enabled("prefetch"):
             self._guess(layer, h, routing, scan)
@@ -46,6 +53,8 @@ class DiskScheduler(Scheduler):
             self.device.moe_run(step, here, addresses)
         if scan and layer in self._next:
             self._read_on(self._next[layer], len(ids))
+        if self.counts is not None:
+            self.counts.add(self._row[layer], routing.workload)
         return self.device.moe_end(step)
 
     def _guess(self, layer: int, h: Array, routing: Routing, scan: bool) -> None:
@@ -65,7 +74,9 @@ class DiskScheduler(Scheduler):
             absent = np.flatnonzero(~self.arena.resident(layer))
             self.arena.hint(layer, absent[:RING], frozen=True)
 
-    def _time_step(self, tokens: int) -> None:
+    def _new_step(self, tokens: int, scan: bool) -> None:
+        if self.watch is not None:
+            (self.watch.before_scan if scan else self.watch.after_step)()
         now = time.perf_counter()
         if self._began is not None:
             self.pays.record(1e6 * (now - self._began), tokens)
@@ -76,3 +87,5 @@ class DiskScheduler(Scheduler):
 
     def close(self) -> None:
         self.arena.close()
+        if self.counts is not None:
+            self.counts.save(self.look_ahead.means(), self.n_used)

@@ -11,11 +11,14 @@ from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.offload import budget
 from dali_gguf.offload.arena import ExpertArena
 from dali_gguf.offload.budget import Room
+from dali_gguf.offload.bus_guard import BusGuard
 from dali_gguf.offload.direct_io import PAGE, ModelFile
 from dali_gguf.offload.disk_scheduler import DiskScheduler
 from dali_gguf.offload.look_ahead import DEPTH
+from dali_gguf.offload.memory_watch import GROWTH, MemoryWatch
 from dali_gguf.offload.memory_plan import MemoryPlan, demand_of, is_expert, plan_memory
 from dali_gguf.offload.resident import ResidentWeights
+from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.slots import check_arena, smallest_arena
 from dali_gguf.routing import LayerExperts
@@ -71,18 +74,28 @@ def place_weights(plan: MemoryPlan, file: GGUFFile, mmap: bool = True) -> GGUFFi
     return GGUFFile.open(path, mmap=False)
 
 
+def guard(plan: MemoryPlan, file: GGUFFile, mmap: bool = True) -> BusGuard:
+    """Over the mapped weights. When experts stream, or mmap is False, no step touches mapped
+    bytes."""
+    return BusGuard(file.tensors if mmap and not plan.streams else {})
+
+
 def make_scheduler(plan: MemoryPlan, device: Device, experts: dict[int, LayerExperts],
-                   routers: dict[int, tuple], config: ModelConfig,
-                   counts: np.ndarray | None = None, prefetch: bool = True) -> Scheduler:
-    """The scheduler that the plan calls for. counts [layers, E]: tokens that earlier runs routed to
-    each expert; the most used ones are read first, in the time that the disk has left."""
+                   routers: dict[int, tuple], config: ModelConfig, file: GGUFFile | None = None,
+                   prefetch: bool = True, ram: int | str | None = None) -> Scheduler:
+    """The scheduler that the plan calls for. file: of the model, to keep counts beside it; what
+    earlier runs used most is read first, in the time that the disk has left. ram: the budget."""
     if not plan.streams:
         return Scheduler(device, experts, routers)
     n_used = config.experts.n_used
-    arena = ExpertArena(experts, plan.arena_bytes)
+    arena = ExpertArena(experts, plan.arena_bytes, growth=GROWTH)
     check_arena(arena.row_sizes, arena.n_expert, n_used, arena.slots.nbytes)
-    arena.fill(counts, n_used)
-    return DiskScheduler(device, experts, routers, arena, n_used, config.n_embd, prefetch)
+    counts = None if file is None else RunCounts(file.paths[0], file, sorted(experts))
+    arena.fill(None if counts is None else counts.counts, n_used)
+    watch = MemoryWatch(arena, plan.arena_bytes, lambda: room_for(ram))
+    return DiskScheduler(
+        device, experts, routers, arena, n_used, config.n_embd, prefetch, counts, watch
+    )
 
 
 def read_ahead(file: GGUFFile) -> threading.Thread:

@@ -75,6 +75,17 @@ class LookAhead:
         self._inputs: dict[int, np.ndarray] = {}
         self._step = 0
 
+    def start_from(self, means: np.ndarray, weight: int = 256) -> None:
+        """Means [L - 1, D] of earlier runs, worth `weight` tokens."""
+        steps = np.concatenate([np.zeros_like(means[:1]), np.cumsum(means, axis=0)])
+        row = {layer: i for i, layer in enumerate(sorted(self.links))}
+        for link in (link for links in self.links.values() for link in links):
+            link.mean, link.seen = steps[row[link.target]] - steps[row[link.source]], weight
+
+    def means(self) -> np.ndarray:
+        """[L - 1, D]: of each layer to the next."""
+        return np.stack([self.links[layer][0].mean for layer in sorted(self.links)[:-1]])
+
     def guess(self, layer: int, h: Array) -> list[tuple[int, np.ndarray]]:
         """(layer, ids to fetch) for the layers within reach, the nearest first. h [T, D]."""
         links = self.links[layer]
@@ -89,7 +100,8 @@ class LookAhead:
         return [(target, ids) for target, ids in sure if len(ids)]
 
     def _chosen(self, logits: np.ndarray, rule: RouterRule) -> np.ndarray:
-        """[T, A], the best first. Scoring does not change the order, so the usual rules need none."""
+        """[T, A], the best first. Scoring does not change the order, so the usual rules need
+        none."""
         if rule.n_group > 1 or rule.bias is not None:
             return self.device.route(logits, self.n_used, rule).expert_ids
         return np.argsort(-logits, axis=1)[:, : self.n_used]

@@ -19,13 +19,13 @@ class SlotClass:
 
     free: places (byte offsets in the memory). ring: keys that a long prefill streamed through,
     oldest first; their slots are taken again before anybody else's. fills: keys whose read nobody
-    asked for.
+    asked for. spare: places that have no memory now.
     """
 
     def __init__(self, nbytes: int, first_key: int, pool: SlotPool, places: list[int]):
         self.nbytes, self.first_key, self.pool = nbytes, first_key, pool
-        self.count = len(places)
-        self.free = places
+        self.count = pool.capacity
+        self.free, self.spare = places[: self.count][::-1], places[self.count :]
         self.ring: dict[int, None] = {}  # an ordered set
         self.fills: list[int] = []
 
@@ -64,20 +64,43 @@ class SlotClass:
 class Slots:
     """Shares nbytes among the classes so that every layer can hold the same part of its experts."""
 
-    def __init__(self, row_bytes: np.ndarray, n_expert: int, nbytes: int, half_life: float):
-        """row_bytes int64 [rows], ascending: slot size of each layer with experts."""
+    def __init__(self, row_bytes: np.ndarray, n_expert: int, nbytes: int, half_life: float,
+                 growth: float = 0.0):
+        """row_bytes int64 [rows], ascending: slot size of each layer with experts. growth: part of
+        nbytes that may be added later."""
         self.classes: list[SlotClass] = []
         self._of_row: list[SlotClass] = []
         everything = int(row_bytes.sum()) * n_expert
         start = 0
         for size, first_row, rows in _runs(row_bytes):
-            count = min(rows * n_expert, nbytes * rows * n_expert // everything)
+            n_keys = rows * n_expert
+            count = min(n_keys, nbytes * n_keys // everything)
+            most = min(n_keys, int(count * (1 + growth)))
             pool = SlotPool(rows, n_expert, count, half_life)
-            places = [start + i * size for i in range(count)]
-            self.classes.append(SlotClass(size, first_row * n_expert, pool, places[::-1]))
+            places = [start + i * size for i in range(most)]
+            self.classes.append(SlotClass(size, first_row * n_expert, pool, places))
             self._of_row += [self.classes[-1]] * rows
-            start += count * size
+            start += most * size
         self.memory = Memory(max(start, 1))
+
+    @property
+    def full(self) -> bool:
+        """No slot is free: all memory is in use."""
+        return not any(c.free for c in self.classes)
+
+    def grow(self, nbytes: int) -> None:
+        """Adds up to nbytes of free slots, each class its share."""
+        for c in self.classes:
+            more = min(len(c.spare), int(nbytes * c.count / max(self.count, 1)) // c.nbytes)
+            c.free += [c.spare.pop() for _ in range(more)]
+            c.count = c.pool.capacity = c.count + more
+
+    def give_back(self, slot_class: SlotClass) -> None:
+        """Returns the memory of one free slot to the system."""
+        place = slot_class.free.pop()
+        self.memory.give_back(place, slot_class.nbytes)
+        slot_class.spare.append(place)
+        slot_class.count = slot_class.pool.capacity = slot_class.count - 1
 
     def of(self, row: int) -> SlotClass:
         return self._of_row[row]

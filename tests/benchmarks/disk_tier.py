@@ -18,12 +18,16 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from dali_gguf.sampler import SamplingParams  # noqa: E402
 from tests.memory_group import MemoryGroup  # noqa: E402
 
 PROMPT = [300 + 7 * i for i in range(8)]
@@ -33,49 +37,62 @@ NO_LIMIT = 1 << 60
 # ---- our side: one process that measures itself
 
 
-def child(model: str, tokens: int, prefill: int, warm: int) -> None:
+def child(args) -> None:
     """Prints one JSON line: load, first token, decode and prefill, what came from disk, the
     ceiling."""
-    from itertools import islice
-
-    import numpy as np
-
     began = time.perf_counter()
     from dali_gguf.engine import Engine
     from dali_gguf.kernels import cpu  # noqa: F401  compiled code is loaded before the clock starts
     from dali_gguf.offload.disk_forecast import measure_bandwidth
-    from dali_gguf.sampler import SamplingParams
 
     imported = time.perf_counter()
-    engine = Engine(model, n_ctx=2048)
-    loaded = time.perf_counter()
-    running = engine.tokens(PROMPT, SamplingParams(temperature=0, max_tokens=-2))
-    next(running)
+    engine = Engine(str(args.model), n_ctx=2048)
+    disk, loaded = engine.scheduler.disk_stats, time.perf_counter()
+    steps = decode_steps(engine, args.greedy)
+    next(steps)
     first = time.perf_counter()
     result = {"import_s": imported - began, "load_s": loaded - imported, "first_s": first - loaded}
-    disk = engine.scheduler.disk_stats
     if engine.memory.streams:
         result["first_needed"] = engine.memory.demand.dense + needed_so_far(disk())
-    text = list(islice(running, warm))
+    for _ in range(args.warm):
+        next(steps)
     before, start = disk(), time.perf_counter()
-    text += islice(running, tokens)
-    seconds = time.perf_counter() - start
-    result |= {"decode": tokens / seconds, "tokens": text[:8], "plan": engine.memory.line()}
+    text = [next(steps) for _ in range(args.tokens)]
+    result["decode"] = args.tokens / (time.perf_counter() - start)
+    result |= {"tokens": text[:8], "plan": engine.memory.line()}
     if before is not None:
         used = disk() - before
-        result |= {f"disk_{k}": v for k, v in used.as_dict(tokens)["disk"].items()}
+        result |= {f"disk_{k}": v for k, v in used.as_dict(args.tokens)["disk"].items()}
         result["prefetch"] = engine.scheduler.pays.line()
-    if prefill:
-        ids = np.random.default_rng(0).integers(259, engine.n_vocab, prefill).tolist()
-        start, before = time.perf_counter(), disk()
-        next(engine.tokens(ids, SamplingParams(temperature=0, max_tokens=-2)))
-        result["prefill"] = prefill / (time.perf_counter() - start)
-        if before is not None:
-            result["prefill_bytes"] = (disk() - before).bytes_read
+    if args.prefill:
+        result |= measure_prefill(engine, args.prefill)
     if engine.memory.streams:
         result["ceiling"] = measure_bandwidth(engine.file.tensors, 1.0)
     engine.close()
     print(json.dumps(result))
+
+
+def decode_steps(engine, greedy: bool) -> Iterator[int]:
+    """One decode step each time. Greedy: the model's own text; else random tokens, as llama-bench
+    takes: a random model would soon repeat one token for ever, and route it the same way."""
+    if greedy:
+        yield from engine.tokens(PROMPT, SamplingParams(temperature=0, max_tokens=-2))
+    rng = np.random.default_rng(1)
+    engine.forward(PROMPT, np.arange(len(PROMPT)), rows=None)
+    for position in range(len(PROMPT), engine.n_ctx):
+        token = int(rng.integers(259, engine.n_vocab))
+        engine.forward([token], [position])
+        yield token
+
+
+def measure_prefill(engine, tokens: int) -> dict:
+    ids = np.random.default_rng(0).integers(259, engine.n_vocab, tokens)
+    start, before = time.perf_counter(), engine.scheduler.disk_stats()
+    engine.forward(ids, np.arange(tokens), rows=slice(-1, None))
+    result = {"prefill": tokens / (time.perf_counter() - start)}
+    if before is not None:
+        result["prefill_bytes"] = (engine.scheduler.disk_stats() - before).bytes_read
+    return result
 
 
 def needed_so_far(s) -> int:
@@ -87,6 +104,8 @@ def ours(model: Path, limit: int, args, prefill: int) -> dict:
     command = [sys.executable, str(Path(__file__)), str(model), "--child"]
     for name, value in (("tokens", args.tokens), ("warm", args.warm), ("prefill", prefill)):
         command += [f"--{name}", str(value)]
+    command += ["--greedy"] * args.greedy
+    model.with_suffix(".dali.gguf").unlink(missing_ok=True)  # what an earlier run learned
     drop_cache()
     with MemoryGroup("bench", limit) as group:
         done = group.run(command, capture_output=True, text=True)
@@ -231,7 +250,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(str(args.model), args.tokens, args.prefill, args.warm)
+        child(args)
         return
     size = args.model.stat().st_size
     print(f"{args.model.name}: {size / 1e9:.2f} GB, {args.threads} threads, read_ahead_kb "
