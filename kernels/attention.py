@@ -14,13 +14,17 @@ import numpy as np
 from dali_gguf.device import Step
 from dali_gguf.errors import InputError
 from dali_gguf.kernels.attention_tile import attention_work
-from dali_gguf.kernels.kv import KVCache
+from dali_gguf.kernels.kv import (
+    C_BYTES_PER_ROW, C_CONTEXT, C_FIXED_BYTES, C_GROUPS, C_ITEMS, C_K_ROW, C_K_SIZE, C_KEYS, C_KIND,
+    C_LAYERS, C_MOST_ROWS, C_PARTIALS, C_SCRATCH, C_SEQUENCES, C_V_ROW, C_V_SIZE, C_VALUES,
+    HAVE_SCRATCH, NEED_ITEMS, NEED_PARTIALS, NEED_SCRATCH, KVCache,
+)
 from dali_gguf.kernels.kv_rows import store_row
 from dali_gguf.kernels.plan import (
-    GROUPS, HEADS, ITEMS, JOB_WORDS, K_ROW, K_SIZE, KEYS, KIND, MOST_ROWS, N_CTX, N_ITEMS, NEXT,
-    NOTHING, OUT, PARTIALS, PER_GROUP, POSITIONS, QUERIES, ROWS, SCALE, SCRATCH, SCRATCH_BYTES,
-    SEQUENCES, SINKS, TOKENS, V_ROW, V_SIZE, VALUES, WINDOW, cut, position, sequence, state_bytes,
-    survey,
+    GROUPS, HEADS, ITEM_BYTES, ITEMS, JOB_WORDS, K_ROW, K_SIZE, KEYS, KIND, MOST_ROWS, N_CTX,
+    N_ITEMS, NEXT, NOTHING, OUT, PARTIALS, PER_GROUP, POSITIONS, QUERIES, ROWS, SCALE, SCRATCH,
+    SCRATCH_BYTES, SEQUENCES, SINKS, TOKENS, V_ROW, V_SIZE, VALUES, WINDOW, cut, position,
+    sequence, state_bytes, survey,
 )
 from dali_gguf.kernels.pool import Pool, call_work, launch, work_function
 from dali_gguf.kernels.products import PANEL
@@ -30,7 +34,7 @@ from dali_gguf.kernels.vmath import LOG2E
 
 SMALL = 200_000  # multiply-adds that one thread does before another would have woken up
 
-OK, GROW, BAD_POSITION, BAD_SEQUENCE, BAD_ORDER = range(5)
+OK, GROW, BAD_POSITION, BAD_SEQUENCE, BAD_ORDER, BAD_SHAPE = range(6)
 
 _work_address = once(lambda: work_function(attention_work))
 
@@ -59,47 +63,55 @@ def _store_rows(job, source, base, stride, size):
 
 
 @jit
-def _attend(state, work, threads, geometry, keys, values, layer, space, items, partials, needs,
-            q, k, v, positions, sequences, sinks, out, scale, window):
-    """Fills the job record, stores k and v, runs the pieces. Returns a status; on GROW, needs
-    [3] holds the sizes that space, items and partials must have."""
-    n_seq, n_ctx = geometry[1], geometry[3]
+def _attend(state, work, threads, control, layer, q, k, v, positions, sequences, sinks, out,
+            scale, window):
+    """Fills the job record, stores k and v, runs the pieces. Returns a status; on GROW, the
+    control record's NEED words hold the sizes that the workspace must have."""
+    n_seq, n_ctx, groups = control[C_SEQUENCES], control[C_CONTEXT], control[C_GROUPS]
     status = _check(positions, sequences, n_seq, n_ctx)
     if status != OK:
         return status
+    tokens, heads, size = q.shape
+    good = layer >= 0 and layer < control[C_LAYERS] and size == control[C_K_SIZE]
+    good &= k.shape == (tokens, groups, size) and heads % groups == 0 and len(positions) == tokens
+    good &= out.shape[2] <= size if v.size == 0 else v.shape == (tokens, groups, control[C_V_SIZE])
+    if not good or (len(sinks) and len(sinks) != heads) or len(sequences) != tokens:
+        return BAD_SHAPE
     record = np.empty(JOB_WORDS, np.int64)
     job = address_of(record)
     record[QUERIES], record[OUT] = address_of(q), address_of(out)
     record[POSITIONS], record[SEQUENCES] = address_of(positions), address_of(sequences)
-    record[KIND], record[N_CTX], record[WINDOW] = geometry[0], n_ctx, window
-    record[TOKENS], record[HEADS], record[GROUPS] = q.shape[0], q.shape[1], k.shape[1]
-    record[K_SIZE], record[V_SIZE] = q.shape[2], out.shape[2]
-    record[PER_GROUP], record[MOST_ROWS] = q.shape[1] // k.shape[1], geometry[7]
+    record[KIND], record[N_CTX], record[WINDOW] = control[C_KIND], n_ctx, window
+    record[TOKENS], record[HEADS], record[GROUPS] = tokens, heads, groups
+    record[K_SIZE], record[V_SIZE] = size, out.shape[2]
+    record[PER_GROUP], record[MOST_ROWS] = heads // groups, control[C_MOST_ROWS]
     record[NOTHING] = 0
     record[SINKS] = address_of(sinks) if len(sinks) else 0
-    record[K_ROW], record[V_ROW] = keys.shape[4], values.shape[4] if v.size else keys.shape[4]
-    layer_rows = layer * n_seq * geometry[2] * n_ctx
-    record[KEYS] = address_of(keys) + layer_rows * record[K_ROW]
-    record[VALUES] = record[KEYS]
+    record[K_ROW], layer_rows = control[C_K_ROW], layer * n_seq * groups * n_ctx
+    record[KEYS] = control[C_KEYS] + layer_rows * record[K_ROW]
+    record[V_ROW], record[VALUES] = record[K_ROW], record[KEYS]
     if v.size:
-        record[VALUES] = address_of(values) + layer_rows * record[V_ROW]
+        record[V_ROW] = control[C_V_ROW]
+        record[VALUES] = control[C_VALUES] + layer_rows * record[V_ROW]
     store(job + 8 * SCALE, np.float32(scale * LOG2E))
     tile, parts, tiles, spans, multiply_adds = survey(job, threads)
     if multiply_adds < SMALL:
         threads = 1
     record[ROWS] = padded(tile, 8)
-    record[SCRATCH_BYTES] = padded(geometry[5] + record[ROWS] * geometry[6], 64)
-    needs[0], needs[1] = threads * record[SCRATCH_BYTES] + 64, tiles * parts
-    needs[2] = 0
+    scratch = control[C_FIXED_BYTES] + record[ROWS] * control[C_BYTES_PER_ROW]
+    record[SCRATCH_BYTES] = padded(scratch, 64)
+    control[NEED_SCRATCH] = threads * record[SCRATCH_BYTES]
+    control[NEED_ITEMS], control[NEED_PARTIALS] = tiles * parts * ITEM_BYTES, 0
     if parts > 1:
-        needs[2] = tiles * spans * state_bytes(record[ROWS], padded(out.shape[2], PANEL)) // 4 + 16
-    if space.size < needs[0] or len(items) < needs[1] or partials.size < needs[2]:
-        return GROW
-    record[SCRATCH], record[ITEMS] = padded(address_of(space), 64), address_of(items)
-    record[PARTIALS] = padded(address_of(partials), 64)
-    record[NEXT] = 0
+        state_size = state_bytes(record[ROWS], padded(out.shape[2], PANEL))
+        control[NEED_PARTIALS] = tiles * spans * state_size
+    for i in range(3):
+        if control[NEED_SCRATCH + i] > control[HAVE_SCRATCH + i]:
+            return GROW
+    record[SCRATCH], record[ITEMS] = control[C_SCRATCH], control[C_ITEMS]
+    record[PARTIALS], record[NEXT] = control[C_PARTIALS], 0
     record[N_ITEMS] = cut(job, tile, parts, spans)
-    _store_rows(job, address_of(k), record[KEYS], record[K_ROW], q.shape[2])
+    _store_rows(job, address_of(k), record[KEYS], record[K_ROW], size)
     if v.size:
         _store_rows(job, address_of(v), record[VALUES], record[V_ROW], out.shape[2])
     if threads == 1:
@@ -125,31 +137,23 @@ def attention(pool: Pool, q: np.ndarray, k: np.ndarray, v: np.ndarray | None, ca
     v = _NO_VALUES if v is None else v
     width = v.shape[2] or v_size
     out = np.empty((q.shape[0], q.shape[1], width), np.float32)
-    _assert_shapes(q, k, v, cache, layer, width)
-    space = cache.workspace
-    while True:
+    status = GROW
+    while status != OK:
         status = _attend(
-            pool.state, _work_address(), pool.threads, cache.geometry, cache.keys, cache.values,
-            layer, space.threads, space.items, space.partials, space.needs, contiguous(q),
+            pool.state, _work_address(), pool.threads, cache.control, layer, contiguous(q),
             contiguous(k), contiguous(v), step.positions, step.sequences,
             _NO_SINKS if sinks is None else sinks, out, scale, window,
         )
-        if status == OK:
-            return out
-        if status != GROW:
+        if status == GROW:
+            cache.workspace.grow(cache.control)
+        elif status != OK:
+            assert status != BAD_SHAPE, f"{q.shape}, {k.shape}, {v.shape} for {cache}"
             raise InputError(_describe(status, step, cache))
-        space.grow()
+    return out
 
 
 def contiguous(x: np.ndarray) -> np.ndarray:
     return x if x.flags.c_contiguous else np.ascontiguousarray(x)
-
-
-def _assert_shapes(q, k, v, cache, layer, width) -> None:
-    groups, n = cache.keys.shape[2], q.shape[0]
-    assert k.shape == (n, groups, cache.k_size) and q.shape[2] == cache.k_size
-    assert q.shape[1] % groups == 0 and 0 <= layer < cache.keys.shape[0]
-    assert v.shape == (n, groups, cache.v_size) if v.size else width <= cache.k_size
 
 
 def _describe(status: int, step: Step, cache: KVCache) -> str:

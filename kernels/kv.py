@@ -8,7 +8,7 @@ import numpy as np
 
 from dali_gguf.errors import InputError
 from dali_gguf.kernels.kv_rows import F16_ROWS, F32_ROWS, Q8_0_ROWS
-from dali_gguf.kernels.plan import ITEM_WORDS, rows_that_fit, scratch_bytes
+from dali_gguf.kernels.plan import rows_that_fit, scratch_bytes
 
 KINDS = {"f32": F32_ROWS, "f16": F16_ROWS, "q8_0": Q8_0_ROWS}
 
@@ -49,28 +49,28 @@ def lazy_zeros(shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(memory, np.uint8).reshape(shape)
 
 
-@dataclass(slots=True, eq=False)
+# the control record of a cache: int64 words, all that the attention kernel reads of it.
+# HAVE and NEED: bytes of the workspace's three parts, as they are and as the last step wants them
+(C_KIND, C_LAYERS, C_SEQUENCES, C_GROUPS, C_CONTEXT, C_K_SIZE, C_V_SIZE, C_K_ROW, C_V_ROW, C_KEYS,
+ C_VALUES, C_FIXED_BYTES, C_BYTES_PER_ROW, C_MOST_ROWS, C_SCRATCH, C_ITEMS, C_PARTIALS,
+ HAVE_SCRATCH, HAVE_ITEMS, HAVE_PARTIALS, NEED_SCRATCH, NEED_ITEMS, NEED_PARTIALS,
+ CONTROL_WORDS) = range(24)
+
+
 class Workspace:
-    """Scratch memory of the attention kernel, grown when a step needs more."""
+    """Memory of the attention kernel: scratch of the threads, pieces of work, partial states."""
 
-    threads: np.ndarray  # uint8, one stretch a thread
-    items: np.ndarray  # int64 [n, ITEM_WORDS]: the pieces of work
-    partials: np.ndarray  # float32: results of spans when a long context is split
-    needs: np.ndarray  # int64 [3]: lengths of the three that the last step asked for
+    def __init__(self):
+        self._parts = [np.zeros(0, np.uint8) for _ in range(3)]
 
-    @classmethod
-    def empty(cls) -> "Workspace":
-        return cls(np.zeros(0, np.uint8), np.zeros((0, ITEM_WORDS), np.int64),
-                   np.zeros(0, np.float32), np.zeros(3, np.int64))
-
-    def grow(self) -> None:
-        size, n_items, n_partials = (int(n) for n in self.needs)
-        if size > self.threads.size:
-            self.threads = np.zeros(size, np.uint8)
-        if n_items > len(self.items):
-            self.items = np.zeros((n_items + n_items // 2, ITEM_WORDS), np.int64)
-        if n_partials > self.partials.size:
-            self.partials = np.zeros(n_partials + n_partials // 2, np.float32)
+    def grow(self, control: np.ndarray) -> None:
+        for i in range(3):
+            need = int(control[NEED_SCRATCH + i])
+            if need > control[HAVE_SCRATCH + i]:
+                size = need + need // 2 if i else need  # contexts grow, threads do not
+                self._parts[i] = np.zeros(size + 64, np.uint8)
+                control[C_SCRATCH + i] = -(-self._parts[i].ctypes.data // 64) * 64
+                control[HAVE_SCRATCH + i] = size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +81,9 @@ class KVCache:
     kv_type: str
     k_size: int
     v_size: int
-    keys: np.ndarray
-    values: np.ndarray
-    geometry: np.ndarray = field(repr=False)  # int64 [8], what the kernel needs of this
+    keys: np.ndarray = field(repr=False)
+    values: np.ndarray = field(repr=False)
+    control: np.ndarray = field(repr=False)  # int64 [CONTROL_WORDS]
     workspace: Workspace = field(repr=False)
 
     @classmethod
@@ -92,15 +92,17 @@ class KVCache:
         lead = (n_layer, n_seq, n_head_kv, n_ctx)
         k_bytes = row_bytes(k_size, kv_type)
         v_bytes = row_bytes(v_size, kv_type) if v_size else 0
+        keys = lazy_zeros((*lead, k_bytes))
         values = lazy_zeros((*lead, v_bytes)) if v_size else np.zeros((*lead, 0), np.uint8)
         # without values of its own (MLA) a cache may serve values as long as its keys
-        fixed, per_row = scratch_bytes(k_size, v_size or k_size)
-        rows = rows_that_fit(k_size, v_size or k_size)
-        geometry = [KINDS[kv_type], n_seq, n_head_kv, n_ctx, 0, fixed, per_row, rows]
-        return cls(
-            kv_type, k_size, v_size, lazy_zeros((*lead, k_bytes)), values,
-            np.array(geometry, np.int64), Workspace.empty(),
-        )
+        widest = v_size or k_size
+        control = np.zeros(CONTROL_WORDS, np.int64)
+        control[: C_SCRATCH] = [
+            KINDS[kv_type], *(n_layer, n_seq, n_head_kv, n_ctx), k_size, v_size, k_bytes, v_bytes,
+            keys.ctypes.data, values.ctypes.data, *scratch_bytes(k_size, widest),
+            rows_that_fit(k_size, widest),
+        ]
+        return cls(kv_type, k_size, v_size, keys, values, control, Workspace())
 
     @property
     def n_layer(self) -> int:
