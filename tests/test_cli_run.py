@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from dali_gguf.cli import main
 from dali_gguf.cli import run as run_module
 from dali_gguf.engine import Engine
 from dali_gguf.sampler import SamplingParams
+from tests.hub_server import HubServer
 from tests.numpy_device import NumpyDevice
 from tests.small_gguf import small_keys, write_small
 
@@ -72,6 +74,16 @@ def test_model_as_option_and_twice_and_unknown_type(plain, chat, capsys):
     assert run(capsys, "-m", plain, "-p", "w1", *GREEDY)[0] == 0
     assert "'q3' is not known" in refused(capsys, plain, "-p", "w1", "--kv-type", "q3")
     assert "two models" in refused(capsys, plain, "-m", chat, "-p", "w1")
+
+
+def test_model_from_the_hub(plain, capsys, monkeypatch, tmp_path):
+    files = {"small-Q8_0.gguf": Path(plain).read_bytes()}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with HubServer("owner/small", files) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        code, out, _ = run(capsys, "hf:owner/small:Q8_0", "-p", "w1 w2", *GREEDY)
+        assert (code, out) == (0, generated(plain, "w1 w2") + "\n")
+        assert "there are Q8_0" in refused(capsys, "-m", "hf:owner/small:Q4_0", "-p", "w1")
 
 
 def test_json_is_one_object(plain, capsys):
