@@ -178,14 +178,17 @@ def rope_config(keys: Keys, k_size: int) -> RopeConfig:
     scaling = keys.text("rope.scaling.type", "linear")
     if scaling not in SCALINGS:
         raise UnsupportedError(
-            f"{keys.prefix}key {keys.full('rope.scaling.type')} is {scaling!r}; supported are {', '.join(SCALINGS)}"
+            f"{keys.prefix}key {keys.full('rope.scaling.type')} is {scaling!r}; "
+            f"supported are {', '.join(SCALINGS)}"
         )
     return RopeConfig(
         n_rot=keys.size("rope.dimension_count", k_size),
         base=keys.real("rope.freq_base", 10000.0),
         scaling="none" if factor == 1.0 else scaling,
         factor=factor,
-        n_ctx_original=keys.size("rope.scaling.original_context_length", keys.size("context_length")),
+        n_ctx_original=keys.size(
+            "rope.scaling.original_context_length", keys.size("context_length")
+        ),
         attention_factor=keys.real("rope.scaling.attn_factor", 1.0),
         beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
@@ -199,7 +202,9 @@ def expert_config(keys: Keys) -> ExpertConfig:
         return ExpertConfig()
     gating = keys.count("expert_gating_func", 0)
     if gating not in (0, *GATING):
-        raise keys.wrong("expert_gating_func", "1 (softmax), 2 (sigmoid) or 3 (softmax over the chosen)")
+        raise keys.wrong(
+            "expert_gating_func", "1 (softmax), 2 (sigmoid) or 3 (softmax over the chosen)"
+        )
     return ExpertConfig(
         n_expert=n_expert,
         n_used=keys.size("expert_used_count"),
@@ -218,7 +223,9 @@ def check(keys: Keys, c: ModelConfig) -> None:
     """Values that contradict each other."""
     e = c.experts
     if c.n_layer < 1:
-        raise keys.wrong("nextn_predict_layers", f"fewer than block_count ({keys.count('block_count')})")
+        raise keys.wrong(
+            "nextn_predict_layers", f"fewer than block_count ({keys.count('block_count')})"
+        )
     if c.n_head % c.n_head_kv:
         raise keys.wrong("attention.head_count_kv", f"a divisor of head_count ({c.n_head})")
     if c.rope.n_rot % 2 or c.rope.n_rot > max(c.k_size, c.k_size_mla):
@@ -229,5 +236,10 @@ def check(keys: Keys, c: ModelConfig) -> None:
         raise keys.wrong("expert_used_count", f"at most expert_count ({e.n_expert})")
     if e.n_expert % e.n_group:
         raise keys.wrong("expert_group_count", f"a divisor of expert_count ({e.n_expert})")
-    if not e.n_group_used <= e.n_group or e.n_used > e.n_group_used * max(1, e.n_expert // e.n_group):
-        raise keys.wrong("expert_group_used_count", f"at most {e.n_group} groups, and room for {e.n_used} experts")
+    if not e.n_group_used <= e.n_group or e.n_used > e.n_group_used * max(
+        1, e.n_expert // e.n_group
+    ):
+        raise keys.wrong(
+            "expert_group_used_count",
+            f"at most {e.n_group} groups, and room for {e.n_used} experts",
+        )

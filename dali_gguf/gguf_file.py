@@ -28,7 +28,9 @@ class GGUFFile:
     tensors: name -> Tensor, in file order. paths: the shards.
     """
 
-    def __init__(self, paths: list[Path], metadata: dict, tensors: dict[str, Tensor], buffers: list):
+    def __init__(
+        self, paths: list[Path], metadata: dict, tensors: dict[str, Tensor], buffers: list
+    ):
         self.paths = paths
         self.metadata = metadata
         self.tensors = tensors
@@ -49,7 +51,9 @@ class GGUFFile:
         return cls._open_shards(path, buffer, header, tensors, mmap)
 
     @classmethod
-    def _open_shards(cls, path: Path, buffer, header: Header, tensors: bool, mmap: bool) -> "GGUFFile":
+    def _open_shards(
+        cls, path: Path, buffer, header: Header, tensors: bool, mmap: bool
+    ) -> "GGUFFile":
         paths = shard_paths(path, header.metadata)
         buffers, metadata, found = [], {}, {}
         for number, shard in enumerate(paths if tensors else paths[:1]):
@@ -63,7 +67,8 @@ class GGUFFile:
         expected = whole_number(metadata, "split.tensors.count", paths[0], len(found))
         if tensors and expected != len(found):
             raise ModelFileError(
-                f"{paths[0]}: split.tensors.count says {expected} tensors, the {len(paths)} shards hold {len(found)}"
+                f"{paths[0]}: split.tensors.count says {expected} tensors, "
+                f"the {len(paths)} shards hold {len(found)}"
             )
         return cls(paths, metadata, found, buffers)
 
@@ -91,7 +96,9 @@ def open_buffer(path: Path, mmap: bool) -> np.ndarray:
             warn_if_sparse(path, status)
             if not mmap:
                 return np.fromfile(file, np.uint8)
-            return np.frombuffer(mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ), np.uint8)
+            return np.frombuffer(
+                mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ), np.uint8
+            )
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
@@ -117,7 +124,8 @@ def shard_paths(path: Path, metadata: dict) -> list[Path]:
     match = SHARD_NAME.match(path.name)
     if not match or int(match[3]) != count:
         raise ModelFileError(
-            f"{path}: is one of {count} shards, but is not named ...-00001-of-{count:05d}.gguf; restore its name"
+            f"{path}: is one of {count} shards, but is not named "
+            f"...-00001-of-{count:05d}.gguf; restore its name"
         )
     paths = [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
     missing = [p.name for p in paths if not p.is_file()]
@@ -130,15 +138,21 @@ def shard_paths(path: Path, metadata: dict) -> list[Path]:
 def whole_number(metadata: dict, key: str, path: Path, default: int) -> int:
     value = metadata.get(key, default)
     if type(value) is not int:
-        raise ModelFileError(f"{path}: key {key} is a {type(value).__name__}; expected a whole number")
+        raise ModelFileError(
+            f"{path}: key {key} is a {type(value).__name__}; expected a whole number"
+        )
     return value
 
 
 def check_shard(shard: Path, metadata: dict, number: int, count: int) -> None:
-    found = (whole_number(metadata, "split.no", shard, -1), whole_number(metadata, "split.count", shard, -1))
+    found = (
+        whole_number(metadata, "split.no", shard, -1),
+        whole_number(metadata, "split.count", shard, -1),
+    )
     if found != (number, count):
         raise ModelFileError(
-            f"{shard}: says it is shard {found[0]} of {found[1]}; by its name it should be {number} of {count}"
+            f"{shard}: says it is shard {found[0]} of {found[1]}; "
+            f"by its name it should be {number} of {count}"
         )
 
 

@@ -16,9 +16,17 @@ from dali_gguf.tensor import Tensor
 U32, U64 = Struct("<I"), Struct("<Q")
 BOOL, STRING, ARRAY = 7, 8, 9
 NUMBERS = {  # GGUF value type -> numpy type
-    0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"),
-    4: np.dtype("<u4"), 5: np.dtype("<i4"), 6: np.dtype("<f4"), BOOL: np.dtype("u1"),
-    10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    BOOL: np.dtype("u1"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
 }
 SMALLEST_KEY = 8 + 1 + 4 + 1  # bytes of a key of one letter with a one-byte value
 SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
@@ -63,13 +71,17 @@ class Reader:
         size = self.number(U64, what)
         self.need(size, what)
         if not 0 < size <= LONGEST_NAME:
-            raise ModelFileError(f"{self.path}: {what} has a name of {size} bytes; expected 1 to {LONGEST_NAME}")
+            raise ModelFileError(
+                f"{self.path}: {what} has a name of {size} bytes; expected 1 to {LONGEST_NAME}"
+            )
         raw = bytes(self.view[self.position : self.position + size])
         self.position += size
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            raise ModelFileError(f"{self.path}: {what} has a name that is not UTF-8: {raw[:40]!r}") from None
+            raise ModelFileError(
+                f"{self.path}: {what} has a name that is not UTF-8: {raw[:40]!r}"
+            ) from None
 
     def strings(self, count: int, what: str) -> list[str]:
         """count strings, taken from the file a piece at a time."""
@@ -86,7 +98,8 @@ class Reader:
     def _strings_of_piece(self, size: int, count: int, out: list[str]) -> int:
         """Appends the strings that lie whole in the next size bytes, until out has count; how many.
 
-        A vocabulary has 300,000 of them, so the loop works on bytes (twice as fast as a memoryview).
+        A vocabulary has 300,000 of them, so the loop works on bytes: twice as fast as on a
+        memoryview.
         """
         piece = bytes(self.view[self.position : self.position + size])
         at, end, before, int_of = 0, len(piece), len(out), int.from_bytes
@@ -108,7 +121,9 @@ class Reader:
         if kind != BOOL:
             return values
         if (values > 1).any():
-            raise ModelFileError(f"{self.path}: {what} is a bool of value {values.max()}; expected 0 or 1")
+            raise ModelFileError(
+                f"{self.path}: {what} is a bool of value {values.max()}; expected 0 or 1"
+            )
         return values.astype(bool)
 
 
@@ -122,24 +137,32 @@ def read_header(path: Path, data: np.ndarray, tensors: bool = True) -> Header:
         if key in metadata:
             raise ModelFileError(f"{path}: key {key} is there twice")
         metadata[key] = read_value(reader, key)
-    return Header(metadata, read_tensors(reader, data, n_tensor, alignment_of(path, metadata)) if tensors else {})
+    return Header(
+        metadata,
+        read_tensors(reader, data, n_tensor, alignment_of(path, metadata)) if tensors else {},
+    )
 
 
 def read_start(reader: Reader) -> tuple[int, int]:
     """Number of tensors and keys, after the magic and the version."""
     path = reader.path
     if bytes(reader.view[:4]) != b"GGUF":
-        raise ModelFileError(f"{path}: not a GGUF file: it starts with {bytes(reader.view[:4])!r}, not b'GGUF'")
+        raise ModelFileError(
+            f"{path}: not a GGUF file: it starts with {bytes(reader.view[:4])!r}, not b'GGUF'"
+        )
     reader.position = 4
     version = reader.number(U32, "the version")
     if version & 0xFFFF == 0:
-        raise UnsupportedError(f"{path}: a big-endian GGUF file; expected little-endian, convert it again")
+        raise UnsupportedError(
+            f"{path}: a big-endian GGUF file; expected little-endian, convert it again"
+        )
     if version not in (2, 3):
         raise UnsupportedError(f"{path}: GGUF version {version}; versions 2 and 3 are supported")
     n_tensor, n_key = reader.number(U64, "the tensor count"), reader.number(U64, "the key count")
     if n_key * SMALLEST_KEY > reader.left or n_tensor * SMALLEST_TENSOR > reader.left:
         raise ModelFileError(
-            f"{path}: cut off or damaged: {n_key} keys and {n_tensor} tensors do not fit in {reader.left} bytes"
+            f"{path}: cut off or damaged: "
+            f"{n_key} keys and {n_tensor} tensors do not fit in {reader.left} bytes"
         )
     return n_tensor, n_key
 
@@ -168,7 +191,9 @@ def alignment_of(path: Path, metadata: dict) -> int:
     return alignment
 
 
-def read_tensors(reader: Reader, data: np.ndarray, n_tensor: int, alignment: int) -> dict[str, Tensor]:
+def read_tensors(
+    reader: Reader, data: np.ndarray, n_tensor: int, alignment: int
+) -> dict[str, Tensor]:
     """The tensor table, checked, as views of data."""
     table = [read_entry(reader, f"tensor {i + 1} of {n_tensor}") for i in range(n_tensor)]
     base = -(-reader.position // alignment) * alignment
@@ -178,14 +203,18 @@ def read_tensors(reader: Reader, data: np.ndarray, n_tensor: int, alignment: int
             raise ModelFileError(f"{reader.path}: tensor {name} is there twice")
         nbytes = byte_size(reader.path, name, kind, shape)
         if offset % alignment:
-            raise ModelFileError(f"{reader.path}: tensor {name} starts at {offset}, not a multiple of {alignment}")
+            raise ModelFileError(
+                f"{reader.path}: tensor {name} starts at {offset}, not a multiple of {alignment}"
+            )
         start = base + offset
         if start + nbytes > len(data):
             raise ModelFileError(
                 f"{reader.path}: cut off or damaged: tensor {name} ends at byte {start + nbytes}, "
                 f"the file has {len(data)}"
             )
-        tensors[name] = Tensor(name, kind, shape, data[start : start + nbytes], str(reader.path), start)
+        tensors[name] = Tensor(
+            name, kind, shape, data[start : start + nbytes], str(reader.path), start
+        )
     check_overlaps(reader.path, tensors)
     return tensors
 
@@ -195,7 +224,9 @@ def read_entry(reader: Reader, what: str) -> tuple[str, GGMLQuantizationType, tu
     what = f"tensor {name}"
     n_dims = reader.number(U32, what)
     if not 1 <= n_dims <= MAX_DIMS:
-        raise ModelFileError(f"{reader.path}: {what} has {n_dims} dimensions; expected 1 to {MAX_DIMS}")
+        raise ModelFileError(
+            f"{reader.path}: {what} has {n_dims} dimensions; expected 1 to {MAX_DIMS}"
+        )
     dims = tuple(reader.number(U64, what) for _ in range(n_dims))
     kind = reader.number(U32, what)
     try:
@@ -210,7 +241,8 @@ def byte_size(path: Path, name: str, kind: GGMLQuantizationType, shape: tuple[in
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if min(shape) < 1 or shape[-1] % block:
         raise ModelFileError(
-            f"{path}: tensor {name} has the shape {list(shape)}; expected positive sizes, rows a multiple of {block}"
+            f"{path}: tensor {name} has the shape {list(shape)}; "
+            f"expected positive sizes, rows a multiple of {block}"
         )
     size = shape[-1] // block * block_bytes
     for n in shape[:-1]:
@@ -222,4 +254,6 @@ def check_overlaps(path: Path, tensors: dict[str, Tensor]) -> None:
     ordered = sorted(tensors.values(), key=lambda t: t.offset)
     for before, after in zip(ordered, ordered[1:]):
         if before.offset + before.nbytes > after.offset:
-            raise ModelFileError(f"{path}: tensor {before.name} runs into the bytes of tensor {after.name}")
+            raise ModelFileError(
+                f"{path}: tensor {before.name} runs into the bytes of tensor {after.name}"
+            )

@@ -4,8 +4,9 @@ Everything is written in the operations of dali_gguf/device.py, so it runs where
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -43,15 +44,37 @@ class Attention:
     together, OLMoE). Biases and sinks are used where the file has them.
     """
 
-    def __init__(self, w: Weights, c: ModelConfig, i: int, rope: RopeParams, norm: str | None = None, window: int = 0):
-        p, n_q, n_k, n_v = f"blk.{i}.attn_", c.n_head * c.k_size, c.n_head_kv * c.k_size, c.n_head_kv * c.v_size
-        self.device, self.config, self.layer, self.rope, self.norm, self.window = w.device, c, i, rope, norm, window
+    def __init__(
+        self,
+        w: Weights,
+        c: ModelConfig,
+        i: int,
+        rope: RopeParams,
+        norm: str | None = None,
+        window: int = 0,
+    ):
+        p, n_q, n_k, n_v = (
+            f"blk.{i}.attn_",
+            c.n_head * c.k_size,
+            c.n_head_kv * c.k_size,
+            c.n_head_kv * c.v_size,
+        )
+        self.device, self.config, self.layer, self.rope, self.norm, self.window = (
+            w.device,
+            c,
+            i,
+            rope,
+            norm,
+            window,
+        )
         self.qkv = (
             w.matrix(p + "q.weight", n_q, c.n_embd),
             w.matrix(p + "k.weight", n_k, c.n_embd),
             w.matrix(p + "v.weight", n_v, c.n_embd),
         )
-        self.biases = tuple(w.maybe_vector(f"{p}{x}.bias", n) for x, n in (("q", n_q), ("k", n_k), ("v", n_v)))
+        self.biases = tuple(
+            w.maybe_vector(f"{p}{x}.bias", n) for x, n in (("q", n_q), ("k", n_k), ("v", n_v))
+        )
         if norm:
             q_size, k_size = (c.k_size, c.k_size) if norm == "head" else (n_q, n_k)
             self.q_norm = Norm(w, p + "q_norm.weight", q_size, c.eps)
@@ -73,7 +96,15 @@ class Attention:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (device.rope(y, run.step.positions, self.rope) for y in (q, k))
         out = device.attention(
-            q, k, v, run.cache, self.layer, run.step, self.scale, window=self.window, sinks=self.sinks
+            q,
+            k,
+            v,
+            run.cache,
+            self.layer,
+            run.step,
+            self.scale,
+            window=self.window,
+            sinks=self.sinks,
         )
         (y,) = device.matmul(out.reshape(n_token, c.n_head * c.v_size), self.output)
         return plus(y, self.output_bias)
@@ -88,7 +119,9 @@ class FeedForward:
 
     def __init__(self, w: Weights, c: ModelConfig, i: int, n_ff: int, kind: str = ""):
         self.device = w.device
-        self.gate_up = tuple(w.matrix(f"blk.{i}.ffn_{x}{kind}.weight", n_ff, c.n_embd) for x in ("gate", "up"))
+        self.gate_up = tuple(
+            w.matrix(f"blk.{i}.ffn_{x}{kind}.weight", n_ff, c.n_embd) for x in ("gate", "up")
+        )
         self.down = w.matrix(f"blk.{i}.ffn_down{kind}.weight", c.n_embd, n_ff)
 
     def __call__(self, x: Array, run: Pass) -> Array:
@@ -100,9 +133,22 @@ class MoE:
     """Router, chosen experts, and what every token passes through besides (shared), added."""
 
     def __init__(
-        self, w: Weights, c: ModelConfig, i: int, rule: RouterRule, n_ff: int, activation: str = "silu", shared=None
+        self,
+        w: Weights,
+        c: ModelConfig,
+        i: int,
+        rule: RouterRule,
+        n_ff: int,
+        activation: str = "silu",
+        shared=None,
     ):
-        self.device, self.layer, self.rule, self.shared, self.n_used = w.device, i, rule, shared, c.experts.n_used
+        self.device, self.layer, self.rule, self.shared, self.n_used = (
+            w.device,
+            i,
+            rule,
+            shared,
+            c.experts.n_used,
+        )
         self.router = w.matrix(f"blk.{i}.ffn_gate_inp.weight", c.experts.n_expert, c.n_embd)
         self.router_bias = w.maybe_vector(f"blk.{i}.ffn_gate_inp.bias", c.experts.n_expert)
         self.experts = w.experts(i, c.experts.n_expert, n_ff, c.n_embd, activation)
@@ -117,7 +163,15 @@ class MoE:
 class Layer:
     """x + mixer(norm(x)), then x + feed(norm(x))."""
 
-    def __init__(self, w: Weights, c: ModelConfig, i: int, mixer: Callable, feed: Callable, norm: str = "ffn_norm"):
+    def __init__(
+        self,
+        w: Weights,
+        c: ModelConfig,
+        i: int,
+        mixer: Callable,
+        feed: Callable,
+        norm: str = "ffn_norm",
+    ):
         self.mixer, self.feed = mixer, feed
         self.mixer_norm = Norm(w, f"blk.{i}.attn_norm.weight", c.n_embd, c.eps)
         self.feed_norm = Norm(w, f"blk.{i}.{norm}.weight", c.n_embd, c.eps)
@@ -133,7 +187,9 @@ class Model:
     kv_shape: key heads, size of a key, size of a value in the cache.
     """
 
-    def __init__(self, w: Weights, c: ModelConfig, layers: list[Layer], kv_shape: tuple[int, int, int]):
+    def __init__(
+        self, w: Weights, c: ModelConfig, layers: list[Layer], kv_shape: tuple[int, int, int]
+    ):
         self.device, self.config, self.layers, self.kv_shape = w.device, c, layers, kv_shape
         embedding = w.get("token_embd.weight", c.n_vocab or None, c.n_embd)
         self.n_vocab = embedding.shape[0]
@@ -144,13 +200,17 @@ class Model:
         mixtures = {i: layer.feed for i, layer in enumerate(layers) if isinstance(layer.feed, MoE)}
         self.experts = {i: m.experts for i, m in mixtures.items()}
         self.routers = {i: (m.router, m.rule) for i, m in mixtures.items()}
-        rows = 0 if tied else embedding.nbytes - embedding.row_bytes  # of the embedding one row is read
+        rows = (
+            0 if tied else embedding.nbytes - embedding.row_bytes
+        )  # of the embedding one row is read
         self.dense_bytes = sum(t.nbytes for t in w.used.values()) - rows
 
     @property
     def bytes_per_token(self) -> int:
         """Weight bytes that a decode step of one token reads."""
-        return self.dense_bytes + self.config.experts.n_used * sum(e.expert_bytes() for e in self.experts.values())
+        return self.dense_bytes + self.config.experts.n_used * sum(
+            e.expert_bytes() for e in self.experts.values()
+        )
 
     def new_cache(self, n_seq: int, n_ctx: int, kv_type: str) -> Any:
         return self.device.new_kv_cache(self.config.n_layer, n_seq, n_ctx, *self.kv_shape, kv_type)

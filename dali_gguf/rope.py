@@ -8,12 +8,16 @@ from dali_gguf.config import RopeConfig
 from dali_gguf.device import RopeParams
 
 
-def rope_params(rope: RopeConfig, interleaved: bool, freq_factors: np.ndarray | None = None) -> RopeParams:
+def rope_params(
+    rope: RopeConfig, interleaved: bool, freq_factors: np.ndarray | None = None
+) -> RopeParams:
     """interleaved: pairs (0,1),(2,3).. instead of (i, i + n_rot/2).
 
     freq_factors [n_rot/2] divide the frequencies (tensor rope_freqs: Llama 3's scaling).
     """
-    inv_freq = rope.base ** (-np.arange(0, rope.n_rot, 2, dtype=np.float64) / rope.n_rot)  # [n_rot/2]
+    inv_freq = rope.base ** (
+        -np.arange(0, rope.n_rot, 2, dtype=np.float64) / rope.n_rot
+    )  # [n_rot/2]
     if freq_factors is not None:
         inv_freq = inv_freq / freq_factors
     magnitude = 1.0
@@ -23,7 +27,12 @@ def rope_params(rope: RopeConfig, interleaved: bool, freq_factors: np.ndarray | 
         kept = yarn_kept(rope)
         inv_freq = inv_freq / rope.factor * (1 - kept) + inv_freq * kept
         magnitude = yarn_magnitude(rope)
-    return RopeParams(rope.n_rot, interleaved, inv_freq.astype(np.float32), float(magnitude * rope.attention_factor))
+    return RopeParams(
+        rope.n_rot,
+        interleaved,
+        inv_freq.astype(np.float32),
+        float(magnitude * rope.attention_factor),
+    )
 
 
 def yarn_kept(rope: RopeConfig) -> np.ndarray:

@@ -6,7 +6,9 @@ import numpy as np
 
 from dali_gguf.routing import Routing
 
-SMALLEST_SUM = np.float32(2.0**-14)  # llama.cpp's guard of the division, the smallest normal float16
+SMALLEST_SUM = np.float32(
+    2.0**-14
+)  # llama.cpp's guard of the division, the smallest normal float16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

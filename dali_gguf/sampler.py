@@ -37,11 +37,19 @@ class SamplingParams:
     stop: tuple[str, ...] | list[str] = ()
 
     def __post_init__(self):
-        finite = [self.temperature, self.top_p, self.min_p, self.presence_penalty, self.frequency_penalty]
+        finite = [
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.presence_penalty,
+            self.frequency_penalty,
+        ]
         if not all(math.isfinite(x) for x in finite):
             raise InputError("a sampling parameter is not a finite number")
         if not (math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0):
-            raise InputError(f"repeat penalty is {self.repeat_penalty}; expected a number above 0 (1 is off)")
+            raise InputError(
+                f"repeat penalty is {self.repeat_penalty}; expected a number above 0 (1 is off)"
+            )
         if self.max_tokens < -2:
             raise InputError(f"number of tokens is {self.max_tokens}; expected 0 or more, -1 or -2")
         if isinstance(self.stop, str) or not all(self.stop):
@@ -76,12 +84,18 @@ class Sampler:
     def _draw(self, logits: np.ndarray) -> int:
         """An index, with the probabilities softmax(logits)."""
         total = np.cumsum(np.exp((logits - logits[0]).astype(np.float64)))
-        return min(int(np.searchsorted(total, self.random.random() * total[-1], "right")), len(logits) - 1)
+        return min(
+            int(np.searchsorted(total, self.random.random() * total[-1], "right")), len(logits) - 1
+        )
 
     def penalized(self, logits: np.ndarray) -> np.ndarray:
         """Divides (or, below zero, multiplies) seen tokens' logits, and subtracts by count."""
         p = self.params
-        window = self.history if p.penalty_last_n < 0 else self.history[-p.penalty_last_n or len(self.history) :]
+        window = (
+            self.history
+            if p.penalty_last_n < 0
+            else self.history[-p.penalty_last_n or len(self.history) :]
+        )
         off = p.repeat_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0
         if off or not window:
             return logits

@@ -10,9 +10,23 @@ from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
 SUPPORTED = (
-    Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K,
-    Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4,
-)  # fmt: skip
+    Q.F32,
+    Q.F16,
+    Q.BF16,
+    Q.Q8_0,
+    Q.Q4_0,
+    Q.Q4_1,
+    Q.Q5_0,
+    Q.Q5_1,
+    Q.Q2_K,
+    Q.Q3_K,
+    Q.Q4_K,
+    Q.Q5_K,
+    Q.Q6_K,
+    Q.IQ4_NL,
+    Q.IQ4_XS,
+    Q.MXFP4,
+)
 
 
 class Weights:
@@ -34,20 +48,27 @@ class Weights:
         tensor = self.file.tensors.get(name)
         if tensor is None:
             return None
-        fits = len(shape) == len(tensor.shape) and all(s in (None, t) for s, t in zip(shape, tensor.shape))
+        fits = len(shape) == len(tensor.shape) and all(
+            s in (None, t) for s, t in zip(shape, tensor.shape)
+        )
         if not fits:
             raise ModelFileError(
-                f"{self.path}: tensor {name} has the shape {list(tensor.shape)}; expected {list(shape)} (rows before columns)"
+                f"{self.path}: tensor {name} has the shape {list(tensor.shape)}; "
+                f"expected {list(shape)} (rows before columns)"
             )
         if tensor.type not in SUPPORTED:
             known = ", ".join(t.name for t in SUPPORTED)
-            raise UnsupportedError(f"{self.path}: tensor {name} has the type {tensor.type.name}; supported are {known}")
+            raise UnsupportedError(
+                f"{self.path}: tensor {name} has the type {tensor.type.name}; supported are {known}"
+            )
         return tensor
 
     def get(self, name: str, *shape: int) -> Tensor:
         tensor = self.find(name, *shape)
         if tensor is None:
-            raise ModelFileError(f"{self.path}: tensor {name} is missing; expected one of the shape {list(shape)}")
+            raise ModelFileError(
+                f"{self.path}: tensor {name} is missing; expected one of the shape {list(shape)}"
+            )
         return tensor
 
     def _note(self, tensor: Tensor) -> Tensor:
@@ -84,7 +105,9 @@ class Weights:
         if tensor is None:
             return None
         if tensor.type != Q.F32:
-            raise UnsupportedError(f"{self.path}: tensor {name} has the type {tensor.type.name}; supported is F32")
+            raise UnsupportedError(
+                f"{self.path}: tensor {name} has the type {tensor.type.name}; supported is F32"
+            )
         return self._note(tensor).data.view(np.float32).reshape(tensor.shape)
 
     def has(self, name: str) -> bool:
@@ -92,10 +115,14 @@ class Weights:
 
     def ignored(self, n_layer: int) -> list[str]:
         """Tensors of the model's layers that its architecture never asked for."""
-        extra = tuple(f"blk.{i}." for i in range(n_layer, n_layer + 8))  # token-prediction layers (MTP)
+        extra = tuple(
+            f"blk.{i}." for i in range(n_layer, n_layer + 8)
+        )  # token-prediction layers (MTP)
         return [n for n in self.file.tensors if n not in self._asked and not n.startswith(extra)]
 
-    def experts(self, layer: int, n_expert: int, n_ff: int, n_embd: int, activation: str = "silu") -> LayerExperts:
+    def experts(
+        self, layer: int, n_expert: int, n_ff: int, n_embd: int, activation: str = "silu"
+    ) -> LayerExperts:
         """The experts of a layer, in whichever of three forms the file has them.
 
         Merged stacks (ffn_gate_exps [E, F, D]), one stack for gate and up together
@@ -122,12 +149,18 @@ class Weights:
         starts = range(0, 2 * n_ff * n_expert, 2 * n_ff)
         return (
             tuple(fused.part(s, n_ff, f"{fused.name}[{e}] gate") for e, s in enumerate(starts)),
-            tuple(fused.part(s + n_ff, n_ff, f"{fused.name}[{e}] up") for e, s in enumerate(starts)),
+            tuple(
+                fused.part(s + n_ff, n_ff, f"{fused.name}[{e}] up") for e, s in enumerate(starts)
+            ),
         )
 
-    def _stack(self, layer: int, role: str, n_expert: int, rows: int, cols: int) -> tuple[Tensor, ...]:
+    def _stack(
+        self, layer: int, role: str, n_expert: int, rows: int, cols: int
+    ) -> tuple[Tensor, ...]:
         if self.has(f"blk.{layer}.ffn_{role}.0.weight"):
-            return tuple(self.get(f"blk.{layer}.ffn_{role}.{e}.weight", rows, cols) for e in range(n_expert))
+            return tuple(
+                self.get(f"blk.{layer}.ffn_{role}.{e}.weight", rows, cols) for e in range(n_expert)
+            )
         stack = self.get(f"blk.{layer}.ffn_{role}_exps.weight", n_expert, rows, cols)
         return tuple(stack.expert(e) for e in range(n_expert))
 
@@ -135,4 +168,7 @@ class Weights:
         fused = self.host_vector(f"blk.{layer}.ffn_gate_up_exps.bias", n_expert, 2 * n_ff)
         if fused is not None:
             return np.ascontiguousarray(fused[:, :n_ff]), np.ascontiguousarray(fused[:, n_ff:])
-        return tuple(self.host_vector(f"blk.{layer}.ffn_{role}_exps.bias", n_expert, n_ff) for role in ("gate", "up"))
+        return tuple(
+            self.host_vector(f"blk.{layer}.ffn_{role}_exps.bias", n_expert, n_ff)
+            for role in ("gate", "up")
+        )

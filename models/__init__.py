@@ -31,7 +31,9 @@ def read_config(file: GGUFFile) -> ModelConfig:
         known = ", ".join(architectures())
         raise UnsupportedError(f"{path}: architecture {name!r} is not supported; known are {known}")
     if not file.tensors:
-        raise ModelFileError(f"{path}: the file has no tensors, only a vocabulary; expected a model")
+        raise ModelFileError(
+            f"{path}: the file has no tensors, only a vocabulary; expected a model"
+        )
     config = ModelConfig.from_metadata(file.metadata, str(path))
     router = next((t for t in file.tensors if t.endswith(".ffn_gate_inp.weight")), None)
     if (router is None) != (config.experts.n_expert == 0):
@@ -55,8 +57,8 @@ def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
     ignored = weights.ignored(config.n_layer)
     if ignored:
         raise UnsupportedError(
-            f"{file.paths[0]}: {len(ignored)} tensors are not part of the {name} architecture as known here, "
-            f"the first is {ignored[0]}"
+            f"{file.paths[0]}: {len(ignored)} tensors are not part of the {name} architecture "
+            f"as known here, the first is {ignored[0]}"
         )
     return model
 

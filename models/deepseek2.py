@@ -18,7 +18,10 @@ from dali_gguf.weights import Weights
 
 def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     if not c.kv_rank:
-        raise ModelFileError(f"{w.path}: key deepseek2.attention.kv_lora_rank is missing; expected the rank of the latent keys")
+        raise ModelFileError(
+            f"{w.path}: key deepseek2.attention.kv_lora_rank is missing; "
+            "expected the rank of the latent keys"
+        )
     if c.rope.n_rot >= head_sizes(c)[0]:
         raise ModelFileError(
             f"{w.path}: key deepseek2.rope.dimension_count is {c.rope.n_rot}; "
@@ -108,8 +111,12 @@ class LatentAttention:
         out = self.attend(q[:, :, : self.k_plain], q_rotated, latent, k_rotated, run)  # [T, H, V]
         return device.matmul(out.reshape(n_token, -1), self.output)[0]
 
-    def attend(self, q: Array, q_rotated: Array, latent: Array, k_rotated: Array, run: Pass) -> Array:
-        q = self.device.concat(self.device.batched_matmul(q, self.k_up), q_rotated)  # [T, H, R + n_rot]
+    def attend(
+        self, q: Array, q_rotated: Array, latent: Array, k_rotated: Array, run: Pass
+    ) -> Array:
+        q = self.device.concat(
+            self.device.batched_matmul(q, self.k_up), q_rotated
+        )  # [T, H, R + n_rot]
         k = self.device.concat(latent[:, None, :], k_rotated)  # [T, 1, R + n_rot]
         out = self.device.attention(
             q, k, None, run.cache, self.layer, run.step, self.scale, v_size=self.config.kv_rank
@@ -124,11 +131,15 @@ class ExpandedAttention(LatentAttention):
         c = self.config
         self.kv_up = w.matrix(p + "kv_b.weight", c.n_head * (self.k_plain + self.v_size), c.kv_rank)
 
-    def attend(self, q: Array, q_rotated: Array, latent: Array, k_rotated: Array, run: Pass) -> Array:
+    def attend(
+        self, q: Array, q_rotated: Array, latent: Array, k_rotated: Array, run: Pass
+    ) -> Array:
         (kv,) = self.device.matmul(latent, self.kv_up)
         kv = kv.reshape(run.step.size, self.config.n_head, self.k_plain + self.v_size)
         q = self.device.concat(q, q_rotated)
-        k = self.device.concat(kv[:, :, : self.k_plain], k_rotated)  # the rotated part is the same for all heads
+        k = self.device.concat(
+            kv[:, :, : self.k_plain], k_rotated
+        )  # the rotated part is the same for all heads
         return self.device.attention(
             q, k, kv[:, :, self.k_plain :], run.cache, self.layer, run.step, self.scale
         )

@@ -1,4 +1,4 @@
-"""OLMoE: queries and keys are normalised over all heads together; router weights are not normalised."""
+"""OLMoE: queries and keys are normalised over all heads together, router weights are not."""
 
 from dali_gguf.config import ModelConfig
 from dali_gguf.layers import Attention, Layer, MoE
@@ -11,4 +11,7 @@ def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     rope = rope_params(c.rope, interleaved=False)
     rule = RouterRule(normalize=c.experts.norm is True, scale=c.experts.scale)
     n_ff = c.experts.n_ff or c.n_ff
-    return [Layer(w, c, i, Attention(w, c, i, rope, norm="all"), MoE(w, c, i, rule, n_ff)) for i in range(c.n_layer)]
+    return [
+        Layer(w, c, i, Attention(w, c, i, rope, norm="all"), MoE(w, c, i, rule, n_ff))
+        for i in range(c.n_layer)
+    ]

@@ -8,4 +8,7 @@ from dali_gguf.weights import Weights
 
 def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     rope = rope_params(c.rope, interleaved=False)
-    return [Layer(w, c, i, Attention(w, c, i, rope), FeedForward(w, c, i, c.n_ff)) for i in range(c.n_layer)]
+    return [
+        Layer(w, c, i, Attention(w, c, i, rope), FeedForward(w, c, i, c.n_ff))
+        for i in range(c.n_layer)
+    ]

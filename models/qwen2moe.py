@@ -13,7 +13,9 @@ def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     rule = RouterRule(normalize=c.experts.norm is True, scale=c.experts.scale)
     n_ff = c.experts.n_ff or c.n_ff // max(1, c.experts.n_used)
     return [
-        Layer(w, c, i, Attention(w, c, i, rope), MoE(w, c, i, rule, n_ff, shared=GatedShared(w, c, i)))
+        Layer(
+            w, c, i, Attention(w, c, i, rope), MoE(w, c, i, rule, n_ff, shared=GatedShared(w, c, i))
+        )
         for i in range(c.n_layer)
     ]
 

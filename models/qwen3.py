@@ -9,5 +9,6 @@ from dali_gguf.weights import Weights
 def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     rope = rope_params(c.rope, interleaved=False)
     return [
-        Layer(w, c, i, Attention(w, c, i, rope, norm="head"), FeedForward(w, c, i, c.n_ff)) for i in range(c.n_layer)
+        Layer(w, c, i, Attention(w, c, i, rope, norm="head"), FeedForward(w, c, i, c.n_ff))
+        for i in range(c.n_layer)
     ]

@@ -12,5 +12,6 @@ def layers(w: Weights, c: ModelConfig) -> list[Layer]:
     rule = RouterRule(normalize=c.experts.norm is not False, scale=c.experts.scale)
     n_ff = c.experts.n_ff or c.n_ff // max(1, c.experts.n_used)
     return [
-        Layer(w, c, i, Attention(w, c, i, rope, norm="head"), MoE(w, c, i, rule, n_ff)) for i in range(c.n_layer)
+        Layer(w, c, i, Attention(w, c, i, rope, norm="head"), MoE(w, c, i, rule, n_ff))
+        for i in range(c.n_layer)
     ]

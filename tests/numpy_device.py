@@ -1,4 +1,4 @@
-"""The Device protocol in float32 numpy: slow, short, and the oracle every other device is tested against.
+"""The Device protocol in float32 numpy: slow, short, the oracle for every other device.
 
 Weights are dequantized with gguf-py, whole matrices at a time, and kept (tests are small).
 Shapes as in dali_gguf/device.py.
@@ -35,7 +35,7 @@ def swiglu_oai(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 class NumpyKV:
-    """k [L, S, n_ctx, G, K] and v [L, S, n_ctx, G, V] for S sequences; v is None when v_size is 0."""
+    """k [L, S, n_ctx, G, K], v [L, S, n_ctx, G, V] for S sequences; v is None if v_size is 0."""
 
     def __init__(self, n_layer, n_seq, n_ctx, n_head_kv, k_size, v_size, kv_type):
         self.kv_type = kv_type
@@ -84,7 +84,11 @@ class NumpyDevice:
         n, out = params.n_rot, np.array(x, np.float32)
         angle = positions[:, None, None] * params.inv_freq  # [T, 1, n/2]
         cos, sin = np.cos(angle) * params.magnitude, np.sin(angle) * params.magnitude
-        first, second = (slice(0, n, 2), slice(1, n, 2)) if params.interleaved else (slice(0, n // 2), slice(n // 2, n))
+        first, second = (
+            (slice(0, n, 2), slice(1, n, 2))
+            if params.interleaved
+            else (slice(0, n // 2), slice(n // 2, n))
+        )
         a, b = x[..., first], x[..., second]
         out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
         return out
@@ -104,8 +108,12 @@ class NumpyDevice:
             end = int(step.positions[t]) + 1
             start = max(0, end - window) if window else 0
             seen = cache.k[layer, step.sequences[t], start:end]  # [S, G, K]
-            values = seen[..., :v_size] if v is None else cache.v[layer, step.sequences[t], start:end]
-            scores = np.einsum("hk,shk->hs", q[t], np.repeat(seen, group, axis=1)) * np.float32(scale)
+            values = (
+                seen[..., :v_size] if v is None else cache.v[layer, step.sequences[t], start:end]
+            )
+            scores = np.einsum("hk,shk->hs", q[t], np.repeat(seen, group, axis=1)) * np.float32(
+                scale
+            )
             if sinks is not None:
                 scores = np.concatenate([scores, sinks[:, None]], axis=1)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -1,11 +1,11 @@
-"""A few-kilobyte GGUF file of a llama MoE, by hand: the start of tests of the file and the engine."""
+"""A small GGUF file of a llama MoE, by hand: the start of tests of the file and the engine."""
 
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-from tests.tiny_models import N_VOCAB, write_vocabulary
+from tests.vocabulary_file import N_VOCAB, write_vocabulary
 
 D, HEADS, F, EXPERTS, USED, LAYERS = 64, 2, 32, 4, 2, 2
 
@@ -31,10 +31,15 @@ def small_tensors(seed: int = 0) -> dict[str, np.ndarray]:
         shapes |= {p + f"attn_{x}": (D, D) for x in ("q", "k", "v", "output")}
         shapes |= {p + f"ffn_{x}_exps": (EXPERTS, F, D) for x in ("gate", "up")}
         shapes |= {p + "ffn_down_exps": (EXPERTS, D, F)}
-    return {f"{n}.weight": rng.standard_normal(s).astype(np.float32) / s[-1] ** 0.5 for n, s in shapes.items()}
+    return {
+        f"{n}.weight": rng.standard_normal(s).astype(np.float32) / s[-1] ** 0.5
+        for n, s in shapes.items()
+    }
 
 
-def write_small(path: Path, tensors: dict[str, np.ndarray] | None = None, keys=small_keys, alignment: int = 0) -> Path:
+def write_small(
+    path: Path, tensors: dict[str, np.ndarray] | None = None, keys=small_keys, alignment: int = 0
+) -> Path:
     """keys(writer) adds the keys; tensors None: small_tensors()."""
     writer = gguf.GGUFWriter(path, "llama")
     if alignment:

@@ -7,26 +7,42 @@ from dali_gguf.config import ModelConfig
 from dali_gguf.errors import ModelFileError
 
 GOOD = {
-    "general.architecture": "qwen3moe", "qwen3moe.block_count": 2, "qwen3moe.context_length": 512,
-    "qwen3moe.embedding_length": 64, "qwen3moe.attention.head_count": 4, "qwen3moe.attention.head_count_kv": 2,
-    "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6, "qwen3moe.expert_count": 8, "qwen3moe.expert_used_count": 2,
+    "general.architecture": "qwen3moe",
+    "qwen3moe.block_count": 2,
+    "qwen3moe.context_length": 512,
+    "qwen3moe.embedding_length": 64,
+    "qwen3moe.attention.head_count": 4,
+    "qwen3moe.attention.head_count_kv": 2,
+    "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6,
+    "qwen3moe.expert_count": 8,
+    "qwen3moe.expert_used_count": 2,
     "tokenizer.ggml.tokens": ["a", "b"],
-}  # fmt: skip
+}
 
 
 def test_defaults():
     c = ModelConfig.from_metadata(GOOD)
     assert (c.k_size, c.v_size, c.n_head_kv, c.n_vocab, c.rope.n_rot) == (16, 16, 2, 2, 16)
-    assert (c.rope.base, c.rope.scaling, c.experts.n_expert, c.experts.n_used, c.experts.norm) == (1e4, "none", 8, 2, None)
+    assert (c.rope.base, c.rope.scaling, c.experts.n_expert, c.experts.n_used, c.experts.norm) == (
+        1e4,
+        "none",
+        8,
+        2,
+        None,
+    )
 
 
 def test_an_array_of_equal_values_counts_as_one():
-    c = ModelConfig.from_metadata({**GOOD, "qwen3moe.feed_forward_length": np.array([96, 96], np.int32)})
+    c = ModelConfig.from_metadata(
+        {**GOOD, "qwen3moe.feed_forward_length": np.array([96, 96], np.int32)}
+    )
     assert c.n_ff == 96
 
 
 def test_a_factor_of_0_stands_for_none():
-    c = ModelConfig.from_metadata({**GOOD, "qwen3moe.rope.scaling.factor": 0.0, "qwen3moe.expert_weights_scale": 0.0})
+    c = ModelConfig.from_metadata(
+        {**GOOD, "qwen3moe.rope.scaling.factor": 0.0, "qwen3moe.expert_weights_scale": 0.0}
+    )
     assert (c.rope.factor, c.rope.scaling, c.experts.scale) == (1.0, "none", 1.0)
 
 
@@ -68,4 +84,8 @@ def test_a_wrong_key_is_named(key, value, expected):
     changed = {k: v for k, v in {**GOOD, full: value}.items() if v is not None}
     with pytest.raises(ModelFileError) as caught:
         ModelConfig.from_metadata(changed, "m.gguf")
-    assert expected in str(caught.value) and full in str(caught.value) and str(caught.value).startswith("m.gguf: ")
+    assert (
+        expected in str(caught.value)
+        and full in str(caught.value)
+        and str(caught.value).startswith("m.gguf: ")
+    )

@@ -1,18 +1,17 @@
-"""The engine on a few-kilobyte model: chunks, stops, limits, errors, and 2,000 damaged files."""
+"""The engine on a few-kilobyte model: chunks, stops, limits, errors."""
 
-import random
 import struct
 
 import numpy as np
 import pytest
+from dali_gguf.kernels.cpu import CpuDevice
 
 from dali_gguf.engine import Engine, context_size
-from dali_gguf.errors import DaliError, InputError, ModelFileError, NumericError, UnsupportedError
-from dali_gguf.kernels.cpu import CpuDevice
+from dali_gguf.errors import InputError, ModelFileError, NumericError, UnsupportedError
 from dali_gguf.sampler import SamplingParams
 from tests.numpy_device import NumpyDevice
-from tests.small_gguf import D, EXPERTS, small_keys, small_tensors, write_small
-from tests.tiny_models import N_VOCAB
+from tests.small_gguf import EXPERTS, D, small_keys, small_tensors, write_small
+from tests.vocabulary_file import N_VOCAB
 
 PROMPT = np.random.default_rng(1).integers(3, N_VOCAB, 40).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -55,7 +54,9 @@ def test_prefill_in_chunks_gives_the_same_logits(path, cpu):
     assert ours[0].shape == (len(PROMPT), N_VOCAB) and ours[0].dtype == np.float32
     assert all(np.array_equal(r, ours[0]) for r in ours)  # bit for bit
     assert all(np.abs(r - oracle[0]).max() <= 1e-4 * np.abs(oracle[0]).max() for r in oracle)
-    assert np.abs(ours[0] - oracle[0]).max() <= 0.05 * np.abs(oracle[0]).max()  # activations in 8 bits
+    assert (
+        np.abs(ours[0] - oracle[0]).max() <= 0.05 * np.abs(oracle[0]).max()
+    )  # activations in 8 bits
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "f32"])
@@ -63,17 +64,28 @@ def test_the_same_bits_with_any_number_of_threads(path, kv_type):
     results = []
     for threads in (1, 2, 3):
         with Engine(path, threads=threads, kv_type=kv_type) as engine:
-            results.append((engine.logits(PROMPT), list(engine.tokens(PROMPT, GREEDY)), engine.stats.logits_hash))
+            results.append(
+                (
+                    engine.logits(PROMPT),
+                    list(engine.tokens(PROMPT, GREEDY)),
+                    engine.stats.logits_hash,
+                )
+            )
     assert all(np.array_equal(r[0], results[0][0]) and r[1:] == results[0][1:] for r in results)
 
 
 def test_every_token_to_one_pair_of_experts(tmp_path, cpu):
     """Router rows of zero: all experts tie, and the first two of the four win for every token."""
-    tensors = small_tensors() | {f"blk.{i}.ffn_gate_inp.weight": np.zeros((EXPERTS, D), np.float32) for i in range(2)}
+    tensors = small_tensors() | {
+        f"blk.{i}.ffn_gate_inp.weight": np.zeros((EXPERTS, D), np.float32) for i in range(2)
+    }
     path = write_small(tmp_path / "one.gguf", tensors)
     with opened(path, cpu) as engine:
         seen, moe = [], engine.scheduler.moe
-        engine.scheduler.moe = lambda layer, h, routing: (seen.append(routing.workload), moe(layer, h, routing))[1]
+        engine.scheduler.moe = lambda layer, h, routing: (
+            seen.append(routing.workload),
+            moe(layer, h, routing),
+        )[1]
         engine.logits(PROMPT)
     assert [w.tolist() for w in seen] == [[40, 40, 0, 0]] * 2
     ours, oracle = chunked(path, cpu), chunked(path)
@@ -109,7 +121,9 @@ def test_text_comes_in_whole_characters(engine, monkeypatch):
 
 
 def test_stop_texts(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_tokens", lambda ids, params: iter([3 + b for b in b"one two three"]))
+    monkeypatch.setattr(
+        engine, "_tokens", lambda ids, params: iter([3 + b for b in b"one two three"])
+    )
     assert "".join(engine.generate(PROMPT, SamplingParams(stop=["two"]))) == "one "
     assert engine.stats.finish == "stop"
 
@@ -121,7 +135,10 @@ def test_a_prompt_can_be_text(engine):
 
 def test_number_of_tokens(path):
     with opened(path, n_ctx=48) as engine:
-        assert len(list(engine.tokens(PROMPT, SamplingParams(max_tokens=3)))) == 3 and engine.stats.finish == "length"
+        assert (
+            len(list(engine.tokens(PROMPT, SamplingParams(max_tokens=3)))) == 3
+            and engine.stats.finish == "length"
+        )
         assert list(engine.tokens(PROMPT, SamplingParams(max_tokens=0))) == []
         endless = SamplingParams(temperature=0, max_tokens=-2)
         assert len(list(engine.tokens(PROMPT, endless))) == 8 and engine.stats.finish == "context"
@@ -140,10 +157,16 @@ def test_figures(engine):
     list(engine.tokens(PROMPT, GREEDY))
     first = engine.stats
     list(engine.tokens(PROMPT, GREEDY))
-    assert first.prefill_tokens == len(PROMPT) and first.decode_tokens == 15 and first.finish == "length"
+    assert (
+        first.prefill_tokens == len(PROMPT)
+        and first.decode_tokens == 15
+        and first.finish == "length"
+    )
     assert first.decode_rate > 0 and first.prefill_rate > 0 and first.read_rate > 0
     assert first.logits_hash == engine.stats.logits_hash != 0
-    assert f"logits {first.logits_hash:08x}" in first.line() and first.as_dict()["decode_tokens"] == 15
+    assert (
+        f"logits {first.logits_hash:08x}" in first.line() and first.as_dict()["decode_tokens"] == 15
+    )
 
 
 def test_interrupted(engine):
@@ -161,7 +184,13 @@ def test_bytes_of_a_token_are_those_of_its_experts(engine):
 
 @pytest.mark.parametrize(
     "ids, expected",
-    [([], "empty"), ([1] * 64, "64 tokens, the context room for 63"), ([N_VOCAB], "whole numbers"), ([-1], "whole"), ([0.5], "whole")],
+    [
+        ([], "empty"),
+        ([1] * 64, "64 tokens, the context room for 63"),
+        ([N_VOCAB], "whole numbers"),
+        ([-1], "whole"),
+        ([0.5], "whole"),
+    ],
 )
 def test_impossible_prompts(engine, ids, expected):
     for call in (engine.generate, engine.tokens):
@@ -172,12 +201,23 @@ def test_impossible_prompts(engine, ids, expected):
 def test_context_is_not_larger_than_trained(path, capsys):
     with opened(path) as engine:
         assert engine.n_ctx == 64 and capsys.readouterr().err == ""
-    assert context_size(9999, 64) == 64 and "9999 is more than the model's 64" in capsys.readouterr().err
+    assert (
+        context_size(9999, 64) == 64
+        and "9999 is more than the model's 64" in capsys.readouterr().err
+    )
     assert context_size(0, 64) == 64 and context_size(16, 64) == 16
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"n_batch": 0}, {"threads": -1}, {"n_seq": "2"}, {"n_ctx": -5}, {"kv_type": "f8"}, {"device": "tpu"}]
+    "wrong",
+    [
+        {"n_batch": 0},
+        {"threads": -1},
+        {"n_seq": "2"},
+        {"n_ctx": -5},
+        {"kv_type": "f8"},
+        {"device": "tpu"},
+    ],
 )
 def test_impossible_options(path, wrong):
     with pytest.raises(InputError):
@@ -202,9 +242,18 @@ def without(name):
     [
         (without("output_norm.weight"), "tensor output_norm.weight is missing"),
         (without("blk.1.ffn_up_exps.weight"), "tensor blk.1.ffn_up_exps.weight is missing"),
-        ({**small_tensors(), "blk.0.attn_q.weight": np.zeros((32, 64), np.float32)}, "the shape [32, 64]; expected [64, 64]"),
-        ({**small_tensors(), "blk.0.attn_norm.weight": np.zeros(31, np.float32)}, "the shape [31]; expected [64]"),
-        ({**small_tensors(), "blk.0.odd.weight": np.zeros(32, np.float32)}, "1 tensors are not part of the llama"),
+        (
+            {**small_tensors(), "blk.0.attn_q.weight": np.zeros((32, 64), np.float32)},
+            "the shape [32, 64]; expected [64, 64]",
+        ),
+        (
+            {**small_tensors(), "blk.0.attn_norm.weight": np.zeros(31, np.float32)},
+            "the shape [31]; expected [64]",
+        ),
+        (
+            {**small_tensors(), "blk.0.odd.weight": np.zeros(32, np.float32)},
+            "1 tensors are not part of the llama",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path, tensors, expected):
@@ -219,7 +268,9 @@ def test_experts_and_their_count_belong_together(tmp_path):
         small_keys(writer)
         del writer.kv_data[0]["llama.expert_count"]
 
-    with pytest.raises(ModelFileError, match="expert_count is missing, but the file has the router blk.0"):
+    with pytest.raises(
+        ModelFileError, match="expert_count is missing, but the file has the router blk.0"
+    ):
         opened(write_small(tmp_path / "a.gguf", keys=no_count))
     tensors = {k: v for k, v in small_tensors().items() if "gate_inp" not in k}
     with pytest.raises(ModelFileError, match="expert_count is 4, but the file has no router"):
@@ -234,46 +285,14 @@ def test_a_vocabulary_alone_is_no_model(tmp_path):
 def test_unknown_architecture_and_type(path, tmp_path):
     other = tmp_path / "other.gguf"
     other.write_bytes(path.read_bytes().replace(b"llama", b"lhama"))
-    with pytest.raises(UnsupportedError, match="'lhama' is not supported; known are deepseek2, gpt-oss, llama"):
+    with pytest.raises(
+        UnsupportedError, match="'lhama' is not supported; known are deepseek2, gpt-oss, llama"
+    ):
         opened(other)
     table = path.read_bytes()
     name = table.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 16
-    other.write_bytes(table[:name] + struct.pack("<I", 34) + table[name + 4 :])  # TQ1_0: rows of 256
+    other.write_bytes(
+        table[:name] + struct.pack("<I", 34) + table[name + 4 :]
+    )  # TQ1_0: rows of 256
     with pytest.raises(ModelFileError, match="blk.0.attn_q.weight"):
         opened(other)
-
-
-def mutated(content: bytes, header: int, rng: random.Random) -> bytes:
-    """One damage: mostly in the header, where it matters."""
-    at = rng.randrange(header) if rng.random() < 0.9 else rng.randrange(len(content))
-    kind = rng.randrange(6)
-    if kind == 0:
-        return content[:at]
-    if kind == 1:
-        return content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
-    if kind == 2:
-        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-    if kind == 3:
-        return content[:at] + rng.randbytes(rng.randrange(1, 9)) + content[at:]
-    if kind == 4:
-        return content[:at] + content[at + rng.randrange(1, 9) :]
-    odd = (0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
-    return content[:at] + struct.pack("<Q", rng.choice(odd)) + content[at + 8 :]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_2000_damaged_files(path, tmp_path, cpu):
-    """Each opens and answers, or gives one DaliError of one line. Seeded: a failure repeats."""
-    content = path.read_bytes()
-    header = min(t.offset for t in opened(path).file.tensors.values())
-    rng, damaged, failures = random.Random(5), tmp_path / "damaged.gguf", 0
-    for _ in range(2000):
-        damaged.write_bytes(mutated(content, header, rng))
-        try:
-            with opened(damaged, cpu, n_ctx=16) as engine:
-                engine.logits(PROMPT[:3])
-                list(engine.generate(PROMPT[:3], SamplingParams(max_tokens=1)))
-        except DaliError as error:
-            failures += 1
-            assert "\n" not in str(error)
-    assert 200 < failures < 2000

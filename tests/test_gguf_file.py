@@ -28,10 +28,14 @@ def entry(name: str, dims: tuple[int, ...], kind: int, offset: int) -> bytes:
     return text(name) + struct.pack("<I", len(dims)) + sizes + struct.pack("<IQ", kind, offset)
 
 
-def file_of(keys: list[bytes], tensors: list[bytes], data: int = 0, n_key=None, n_tensor=None, version=3) -> bytes:
+def file_of(
+    keys: list[bytes], tensors: list[bytes], data: int = 0, n_key=None, n_tensor=None, version=3
+) -> bytes:
     n_tensor = len(tensors) if n_tensor is None else n_tensor
     n_key = len(keys) if n_key is None else n_key
-    head = b"GGUF" + struct.pack("<IQQ", version, n_tensor, n_key) + b"".join(keys) + b"".join(tensors)
+    head = (
+        b"GGUF" + struct.pack("<IQQ", version, n_tensor, n_key) + b"".join(keys) + b"".join(tensors)
+    )
     return head + bytes(-len(head) % 32 + data)
 
 
@@ -50,33 +54,69 @@ BAD = {
     "huge tensor count": (file_of([], [], 64, n_tensor=2**64 - 1), "do not fit"),
     "more keys than there are": (file_of([u32("a", 1)], [], 64, n_key=3), "name of 0 bytes"),
     "huge key length": (file_of([struct.pack("<Q", 2**63 - 1) + bytes(32)], []), "cut off"),
-    "long key": (file_of([text("k" * 70000) + struct.pack("<II", U32, 1)], []), "name of 70000 bytes"),
-    "key not utf-8": (file_of([struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<II", U32, 1)], [], 9), "not UTF-8"),
+    "long key": (
+        file_of([text("k" * 70000) + struct.pack("<II", U32, 1)], []),
+        "name of 70000 bytes",
+    ),
+    "key not utf-8": (
+        file_of([struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<II", U32, 1)], [], 9),
+        "not UTF-8",
+    ),
     "duplicate key": (file_of([u32("a.b", 1), u32("a.b", 2)], []), "key a.b is there twice"),
     "unknown value type": (file_of([key("a", 77, bytes(8))], []), "unknown value type 77"),
     "huge text": (file_of([key("a", STRING, struct.pack("<Q", 2**63 - 1))], [], 64), "key a"),
-    "huge text array": (file_of([key("a", ARRAY, struct.pack("<IQ", STRING, 2**61))], [], 64), "key a"),
-    "huge number array": (file_of([key("a", ARRAY, struct.pack("<IQ", U32, 2**62 + 1))], [], 64), "key a"),
-    "array of arrays": (file_of([key("a", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(20))], []), "array of the unknown"),
+    "huge text array": (
+        file_of([key("a", ARRAY, struct.pack("<IQ", STRING, 2**61))], [], 64),
+        "key a",
+    ),
+    "huge number array": (
+        file_of([key("a", ARRAY, struct.pack("<IQ", U32, 2**62 + 1))], [], 64),
+        "key a",
+    ),
+    "array of arrays": (
+        file_of([key("a", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(20))], []),
+        "array of the unknown",
+    ),
     "text array cut off": (
-        file_of([key("a", ARRAY, struct.pack("<IQ", STRING, 3) + text("x") + struct.pack("<Q", 999) + bytes(40))], []),
+        file_of(
+            [
+                key(
+                    "a",
+                    ARRAY,
+                    struct.pack("<IQ", STRING, 3) + text("x") + struct.pack("<Q", 999) + bytes(40),
+                )
+            ],
+            [],
+        ),
         "999 bytes expected",
     ),
     "bool of 2": (file_of([key("a", 7, b"\2")], []), "expected 0 or 1"),
     "alignment 0": (file_of([u32("general.alignment", 0)], []), "power of two"),
     "alignment 3": (file_of([u32("general.alignment", 3)], []), "power of two"),
-    "alignment a text": (file_of([key("general.alignment", STRING, text("32"))], []), "power of two"),
+    "alignment a text": (
+        file_of([key("general.alignment", STRING, text("32"))], []),
+        "power of two",
+    ),
     "no dimensions": (file_of([], [entry("a", (), 0, 0)], 64), "0 dimensions"),
     "many dimensions": (file_of([], [entry("a", (1,) * 9, 0, 0)], 64), "9 dimensions"),
     "zero dimension": (file_of([], [entry("a", (32, 0), 0, 0)], 64), "shape [0, 32]"),
     "huge dimensions": (file_of([], [entry("a", (2**63, 2**63), 0, 0)], 64), "cut off"),
     "rows not whole blocks": (file_of([], [entry("a", (33,), 8, 0)], 64), "multiple of 32"),
-    "unknown tensor type": (file_of([], [entry("a", (32,), 9999, 0)], 64), "tensor a has the unknown type 9999"),
+    "unknown tensor type": (
+        file_of([], [entry("a", (32,), 9999, 0)], 64),
+        "tensor a has the unknown type 9999",
+    ),
     "past the end": (file_of([], ONE, 127), "cut off or damaged: tensor a ends at byte"),
     "huge offset": (file_of([], [entry("a", (32,), 0, 2**63)], 128), "cut off"),
     "offset not aligned": (file_of([], [entry("a", (1,), 0, 4)], 128), "not a multiple of 32"),
-    "duplicate tensor": (file_of([], [*ONE, entry("a", (32,), 0, 128)], 256), "tensor a is there twice"),
-    "overlap": (file_of([], [*ONE, entry("b", (32,), 0, 96)], 256), "tensor a runs into the bytes of tensor b"),
+    "duplicate tensor": (
+        file_of([], [*ONE, entry("a", (32,), 0, 128)], 256),
+        "tensor a is there twice",
+    ),
+    "overlap": (
+        file_of([], [*ONE, entry("b", (32,), 0, 96)], 256),
+        "tensor a runs into the bytes of tensor b",
+    ),
     "split count a text": (file_of([key("split.count", STRING, text("3"))], []), "split.count"),
     "split, odd name": (file_of([u32("split.count", 3)], []), "is one of 3 shards"),
 }
@@ -94,7 +134,9 @@ def test_a_bad_file_is_one_clear_line(name, tmp_path):
         assert expected in message and str(path) in message and "\n" not in message
 
 
-@pytest.mark.parametrize("path, expected", [("none.gguf", "no such file"), (".", "not a regular file")])
+@pytest.mark.parametrize(
+    "path, expected", [("none.gguf", "no such file"), (".", "not a regular file")]
+)
 def test_a_path_that_is_no_file(path, expected, tmp_path):
     with pytest.raises(ModelFileError, match=expected):
         GGUFFile.open(tmp_path / path)
@@ -117,13 +159,21 @@ def test_same_as_gguf_py(tmp_path):
             for name, field in reader.fields.items():
                 if not name.startswith("GGUF."):
                     found, expected = file.metadata[name], field.contents()
-                    assert list(found) == expected if isinstance(expected, list) else found == expected
+                    assert (
+                        list(found) == expected if isinstance(expected, list) else found == expected
+                    )
             assert list(file.tensors) == [t.name for t in reader.tensors]
             for theirs in reader.tensors:
                 ours = file.tensors[theirs.name]
-                assert ours.shape == tuple(int(n) for n in theirs.shape[::-1]) and ours.type == theirs.tensor_type
+                assert (
+                    ours.shape == tuple(int(n) for n in theirs.shape[::-1])
+                    and ours.type == theirs.tensor_type
+                )
                 assert np.array_equal(ours.data, theirs.data.view(np.uint8).ravel())
-                assert Path(ours.file).read_bytes()[ours.offset : ours.offset + ours.nbytes] == ours.data.tobytes()
+                assert (
+                    Path(ours.file).read_bytes()[ours.offset : ours.offset + ours.nbytes]
+                    == ours.data.tobytes()
+                )
 
 
 def test_every_kind_of_value(tmp_path):
@@ -146,7 +196,12 @@ def test_every_kind_of_value(tmp_path):
     writer.close()
     found = GGUFFile.open(tmp_path / "v.gguf").metadata
     assert {k: found[k] for k in values} == values
-    assert found["f32"] == 0.5 and found["f64"] == 0.1 and found["yes"] is True and found["text"] == "\u00e9\n"
+    assert (
+        found["f32"] == 0.5
+        and found["f64"] == 0.1
+        and found["yes"] is True
+        and found["text"] == "\u00e9\n"
+    )
     assert found["texts"] == ["", "a" * (3 << 20), "\U0001f600"] and type(found["UINT8"]) is int
     assert found["floats"].tolist() == [0.5, 1.5] and found["flags"].dtype == bool
 

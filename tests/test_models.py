@@ -5,12 +5,12 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from tests.numpy_device import NumpyDevice
-from tests.tiny_models import KINDS, N_VOCAB, checkpoint, write_gguf
 
 from dali_gguf import models
 from dali_gguf.engine import Engine
 from dali_gguf.sampler import SamplingParams
+from tests.numpy_device import NumpyDevice
+from tests.tiny_models import KINDS, N_VOCAB, checkpoint, write_gguf
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 GREEDY = SamplingParams(temperature=0, max_tokens=-2)

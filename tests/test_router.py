@@ -38,7 +38,9 @@ def test_groups_count_their_two_best_with_sigmoid_and_their_best_with_softmax():
 
 
 def test_ties_go_to_the_lower_expert():
-    assert route(np.zeros((3, 8), np.float32), 3, RouterRule()).expert_ids.tolist() == [[0, 1, 2]] * 3
+    assert (
+        route(np.zeros((3, 8), np.float32), 3, RouterRule()).expert_ids.tolist() == [[0, 1, 2]] * 3
+    )
 
 
 def test_every_token_to_one_expert():

@@ -14,7 +14,12 @@ def log(*p):
 def test_defaults_are_llama_cpps():
     p = SamplingParams()
     assert (p.temperature, p.top_k, p.top_p, p.min_p, p.penalty_last_n) == (0.8, 40, 0.95, 0.05, 64)
-    assert (p.repeat_penalty, p.presence_penalty, p.frequency_penalty, p.max_tokens) == (1, 0, 0, -1)
+    assert (p.repeat_penalty, p.presence_penalty, p.frequency_penalty, p.max_tokens) == (
+        1,
+        0,
+        0,
+        -1,
+    )
 
 
 def test_greedy_takes_the_lowest_id_of_equals():
@@ -26,7 +31,11 @@ def test_candidates_are_sorted_and_stable():
     logits = np.array([0, 5, 1, 5, 5, -1], np.float32)
     assert candidates(logits, 2)[0].tolist() == [1, 3]
     assert candidates(logits, 4)[0].tolist() == [1, 3, 4, 2]
-    assert candidates(logits, 0)[0].tolist() == candidates(logits, 99)[0].tolist() == [1, 3, 4, 2, 0, 5]
+    assert (
+        candidates(logits, 0)[0].tolist()
+        == candidates(logits, 99)[0].tolist()
+        == [1, 3, 4, 2, 0, 5]
+    )
 
 
 @pytest.mark.parametrize("n", [100, 640, 5000])
@@ -52,7 +61,11 @@ def test_min_p_is_relative_to_the_best():
 def test_penalties():
     params = SamplingParams(repeat_penalty=2, presence_penalty=1, frequency_penalty=0.5)
     sampler = Sampler(params, [0, 1, 1])
-    assert sampler.penalized(np.array([4, -4, 3], np.float32)).tolist() == [4 / 2 - 0.5 - 1, -4 * 2 - 1 - 1, 3]
+    assert sampler.penalized(np.array([4, -4, 3], np.float32)).tolist() == [
+        4 / 2 - 0.5 - 1,
+        -4 * 2 - 1 - 1,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("last_n, seen", [(0, []), (1, [3]), (2, [2, 3]), (-1, [1, 2, 3])])
@@ -83,7 +96,13 @@ def test_logits_are_left_as_they_are():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": float("nan")}, {"repeat_penalty": 0.0}, {"max_tokens": -3}, {"stop": ["a", ""]}, {"stop": "abc"}],
+    [
+        {"temperature": float("nan")},
+        {"repeat_penalty": 0.0},
+        {"max_tokens": -3},
+        {"stop": ["a", ""]},
+        {"stop": "abc"},
+    ],
 )
 def test_impossible_parameters(wrong):
     with pytest.raises(InputError):
