@@ -121,10 +121,10 @@ class Predictor:
         following = self.following[layer]
         router = self.routers[following]
         if self.kind == "linear":
-            own, after = (self._step_before(i, len(h)) for i in (layer, following))
-            if own is not None and after is not None:
-                m = self.maps[layer]
-                return router.adjust(linear_features(h, own, after) @ m)
+            before = self._step_before(layer, h)
+            own, after = before.get(layer), before.get(following)
+            if own is not None and after is not None and len(own) == len(h) <= MOST_DECODED:
+                return router.adjust(linear_features(h, own, after) @ self.maps[layer])
         return router.ranking(h if self.kind == "next-router" else h + self.mean[layer])
 
     def stacked(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,11 +152,10 @@ class Predictor:
         at = self.row[layer]
         return next((i for i in self.following if self.row[i] == at - 1), None)
 
-    def _step_before(self, layer: int, n_token: int) -> np.ndarray | None:
-        """h of the layer for the tokens before these, if the last step decoded as many."""
-        known = self._before if layer in self._now else {**self._before, **self._now}
-        h = known.get(layer)
-        return h if h is not None and len(h) == n_token <= MOST_DECODED else None
+    def _step_before(self, layer: int, h: np.ndarray) -> dict[int, np.ndarray]:
+        """h of every layer for the tokens before these, whether this step's h was learned or not."""
+        last = self._now.get(layer)
+        return self._before if last is None or np.array_equal(last, h) else self._now
 
 
 def linear_features(h: np.ndarray, before: np.ndarray, after_before: np.ndarray) -> np.ndarray:
