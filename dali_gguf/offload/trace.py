@@ -8,6 +8,7 @@ trace_csv.py reads the other form.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -160,7 +161,7 @@ def load(path: str | Path) -> Trace:
             arrays = {k: f[k] for k in ARRAYS}
             sizes = dict(zip(SHAPE_KEYS, f["sizes"].tolist()))
             model = str(f["model"])
-    except (KeyError, ValueError, OSError, EOFError) as error:
+    except (KeyError, ValueError, OSError, EOFError, BadZipFile) as error:
         raise InputError(f"trace {path}: not a trace file (found {error}): record one with "
                          "dali-gguf trace, or give a .csv") from None
     trace = Trace(model=model, **arrays, **sizes)
