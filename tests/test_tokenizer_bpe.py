@@ -40,7 +40,7 @@ def test_no_rule_loses_text(name):
     assert "".join(words(name, text)) == text
 
 
-def test_names_of_the_issue_are_known():
+def test_names_that_have_to_be_known():
     names = "gpt-2 llama-bpe qwen2 deepseek-llm deepseek-coder deepseek-v3 gpt-4o smollm olmo dbrx"
     assert set(names.split()) | {"tekken", "chatglm-bpe", "glm4", "refact"} <= set(PRE_TOKENIZERS)
 
