@@ -41,13 +41,17 @@ class EngineOptions:
     gpu: GpuOptions = GpuOptions()
 
     def __post_init__(self):
-        for name, value in (("n_batch", self.n_batch), ("n_seq", self.n_seq), ("threads", self.threads or 1)):
+        counts = {"n_batch": self.n_batch, "n_seq": self.n_seq, "threads": self.threads or 1}
+        for name, value in counts.items():
             if type(value) is not int or value < 1:
                 raise InputError(f"{name} is {value!r}; expected a whole number of at least 1")
         if type(self.n_ctx) is not int or self.n_ctx < 0:
-            raise InputError(f"n_ctx is {self.n_ctx!r}; expected a whole number (0: the model's own context)")
+            raise InputError(
+                f"n_ctx is {self.n_ctx!r}; expected a whole number (0: the model's own context)"
+            )
         if self.kv_type not in KV_TYPES:
-            raise InputError(f"KV cache type {self.kv_type!r} is not known; expected {', '.join(KV_TYPES)}")
+            known = ", ".join(KV_TYPES)
+            raise InputError(f"KV cache type {self.kv_type!r} is not known; expected {known}")
 
 
 class Engine:
@@ -78,13 +82,15 @@ class Engine:
 
         n_batch: tokens of a prefill step. n_seq: sequences that can be decoded together. ram: main
         memory to use, in bytes or like "6G"; None: what there is. A model that does not fit streams
-        its experts from disk. device: cpu, cuda, cuda:1, auto, or cpu-torch (torch on the CPU, as if
-        it were a GPU); vram: GPU memory to use; placement, prefetch, expert_cache: DALI's policies;
+        its experts from disk. device: cpu, cuda, cuda:1, auto, or cpu-torch (torch on the CPU, as
+        if it were a GPU); vram: GPU memory to use; placement, prefetch, expert_cache: DALI's policies;
         verify: every expert again on the CPU.
         Raises ModelFileError, UnsupportedError, InputError, MemoryBudgetError.
         """
         gpu = GpuOptions(vram, placement, prefetch, expert_cache, verify)
-        self.options = EngineOptions(n_ctx, threads, device, n_batch, n_seq, kv_type, mmap, ram, gpu)
+        self.options = EngineOptions(
+            n_ctx, threads, device, n_batch, n_seq, kv_type, mmap, ram, gpu
+        )
         self.path = Path(path) if path is not None else default_model()
         self.stats = Stats()
         self.file = GGUFFile.open(self.path)
@@ -100,11 +106,13 @@ class Engine:
             self.guard = disk_tier.guard(self.memory, self.file, mmap)
             undo.callback(self.guard.close)
             load = devices.Load(self.n_ctx, n_seq, n_batch, kv_type)
-            self.device, tier = devices.open_device(device, threads, gpu, self.file.tensors, self.config, load)
+            self.device, tier = devices.open_device(
+                device, threads, gpu, self.file.tensors, self.config, load
+            )
             undo.callback(self._close_device)
             self.model = models.load_model(self.file, self.config, self.device)
             if tier is not None:
-                self.scheduler = tier.make_scheduler(self.model, self.config)
+                self.scheduler = tier.make_scheduler(self.model, self.config, self.file)
             else:
                 self.scheduler = disk_tier.make_scheduler(
                     self.memory, self.device, self.model.experts, self.model.routers, self.config,
@@ -125,9 +133,11 @@ class Engine:
     def logits(self, ids: list[int]) -> np.ndarray:
         """float32 [T, n_vocab]: the logits after each of ids, from an empty context."""
         ids = self._checked(ids, self.n_ctx)
-        return np.concatenate([self._prefill(ids, start, slice(None)) for start in self._starts(ids)])
+        return np.concatenate([self._prefill(ids, s, slice(None)) for s in self._starts(ids)])
 
-    def generate(self, prompt: str | list[int], params: SamplingParams = SamplingParams()) -> Iterator[str]:
+    def generate(
+        self, prompt: str | list[int], params: SamplingParams = SamplingParams()
+    ) -> Iterator[str]:
         """Pieces of the answer as they are made, each of whole characters.
 
         Raises InputError at once if the prompt is empty or leaves no room in the context.
@@ -148,7 +158,9 @@ class Engine:
         if rest:
             yield rest
 
-    def tokens(self, prompt: list[int] | np.ndarray, params: SamplingParams = SamplingParams()) -> Iterator[int]:
+    def tokens(
+        self, prompt: list[int] | np.ndarray, params: SamplingParams = SamplingParams()
+    ) -> Iterator[int]:
         """Ids of the answer, without the token that ended it. Updates stats as it goes.
 
         Raises InputError at once, as generate does.
@@ -163,7 +175,8 @@ class Engine:
         self.stats = Stats(bytes_per_token=self.model.bytes_per_token, finish="interrupted")
         started = time.perf_counter()
         for start in self._starts(ids):
-            logits = self._prefill(ids, start, slice(-1, None) if start + self.options.n_batch >= len(ids) else None)
+            last = start + self.options.n_batch >= len(ids)
+            logits = self._prefill(ids, start, slice(-1, None) if last else None)
         self.stats = self.stats.prefilled(len(ids), time.perf_counter() - started)
         before = self.scheduler.disk_stats()
         for position in range(len(ids), len(ids) + wanted):
@@ -189,15 +202,17 @@ class Engine:
         part = ids[start : start + self.options.n_batch]
         return self.forward(part, np.arange(start, start + len(part)), rows=rows)
 
-    def forward(self, ids, positions, sequences=None, rows: slice | None = slice(None)) -> np.ndarray | None:
+    def forward(
+        self, ids, positions, sequences=None, rows: slice | None = slice(None)
+    ) -> np.ndarray | None:
         """One step. ids, positions, sequences: [T] as in device.Step (sequences None: all 0).
 
         Returns float32 logits [R, n_vocab] of the tokens in rows; rows None: fills the cache only.
         Raises NumericError, naming the layer, if a logit is NaN or infinite.
         """
         ids = np.asarray(ids, np.int32)
-        sequences = np.zeros(len(ids), np.int32) if sequences is None else np.asarray(sequences, np.int32)
-        step = Step(ids, np.asarray(positions, np.int32), sequences)
+        sequences = np.zeros(len(ids)) if sequences is None else sequences
+        step = Step(ids, np.asarray(positions, np.int32), np.asarray(sequences, np.int32))
         run = Pass(step, self.cache, self.scheduler)
         logits = self.model.forward(run, rows)
         self.guard.check()
@@ -211,7 +226,10 @@ class Engine:
     def _numeric_error(self, run: Pass) -> NumericError:
         layer = self.model.first_bad_layer(run)
         where = "the output layer" if layer is None else f"layer {layer} of {self.config.n_layer}"
-        return NumericError(f"{self.path}: {where} gives NaN or infinity; the file is probably damaged, fetch it again")
+        return NumericError(
+            f"{self.path}: {where} gives NaN or infinity; "
+            "the file is probably damaged, fetch it again"
+        )
 
     def _checked(self, ids, room: int) -> np.ndarray:
         """int32 [T], if they are tokens and fit. Raises InputError."""
@@ -219,7 +237,9 @@ class Engine:
         if ids.ndim != 1 or len(ids) == 0:
             raise InputError("the prompt is empty; expected at least one token")
         if len(ids) > room:
-            raise InputError(f"the prompt has {len(ids)} tokens, the context room for {room}; raise it with -c")
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, the context room for {room}; raise it with -c"
+            )
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.n_vocab:
             raise InputError(f"token ids have to be whole numbers from 0 to {self.n_vocab - 1}")
         return ids.astype(np.int32)
@@ -246,12 +266,13 @@ def default_model() -> Path:
     """The model that comes with the package."""
     found = sorted(Path(models.__file__).parent.glob("tiny-moe-*.gguf"))
     if not found:
-        raise InputError("no model given, and this installation came without one; give one with -m MODEL.gguf")
+        raise InputError("no model given, and none came with this installation; give -m MODEL.gguf")
     return found[0]
 
 
 def context_size(wanted: int, trained: int) -> int:
     """wanted, but not more than the model was trained for; a word if more was asked for."""
     if wanted > max(trained, DEFAULT_CONTEXT):
-        print(f"dali-gguf: context {wanted} is more than the model's {trained}; using {trained}", file=sys.stderr)
+        line = f"context {wanted} is more than the model's {trained}; using {trained}"
+        print(f"dali-gguf: {line}", file=sys.stderr)
     return min(wanted, trained) or trained

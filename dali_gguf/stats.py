@@ -47,7 +47,9 @@ class Stats:
 
     def decoded(self, tokens: int, seconds: float) -> "Stats":
         return replace(
-            self, decode_tokens=self.decode_tokens + tokens, decode_seconds=self.decode_seconds + seconds
+            self,
+            decode_tokens=self.decode_tokens + tokens,
+            decode_seconds=self.decode_seconds + seconds,
         )
 
     def hashed(self, logits_hash: int) -> "Stats":
@@ -63,7 +65,8 @@ class Stats:
         disk = f"{self.disk.line(self.decode_tokens)} | " if self.disk is not None else ""
         return (
             f"prefill {self.prefill_tokens} tokens, {self.prefill_rate:.1f} tokens/s | "
-            f"decode {self.decode_tokens} tokens, {self.decode_rate:.1f} tokens/s, {self.read_rate:.1f} GB/s | "
+            f"decode {self.decode_tokens} tokens, {self.decode_rate:.1f} tokens/s, "
+            f"{self.read_rate:.1f} GB/s | "
             f"{disk}logits {self.logits_hash:08x} | stopped by {self.finish}"
         )
 
