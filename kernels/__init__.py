@@ -35,7 +35,3 @@ def _sources_hash() -> str:
 CACHE_DIR = user_cache_dir() / "kernels" / _sources_hash()
 config.CACHE_DIR = str(CACHE_DIR)
 
-
-def first_run() -> bool:
-    """True when no kernel of this version has been compiled for this machine yet."""
-    return not any(CACHE_DIR.glob("**/*.nbi"))

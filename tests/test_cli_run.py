@@ -39,7 +39,7 @@ def chat(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def on_numpy(monkeypatch):
     monkeypatch.setattr(engine_module.devices, "open_device", lambda *_: (NumpyDevice(), None))
-    monkeypatch.setattr("dali_gguf.kernels.first_run", lambda: False)
+    monkeypatch.setattr("dali_gguf.kernels.ahead.missing", lambda types: [])
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -174,12 +174,13 @@ def test_ctrl_c_while_loading(plain, capsys, monkeypatch):
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "announce_compiling", interrupted)
+    monkeypatch.setattr(run_module, "compile_kernels", interrupted)
     assert run(capsys, plain, "-p", "w1") == (130, "", "dali-gguf: interrupted\n")
 
 
 def test_first_run_says_once_that_kernels_are_compiled(plain, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("dali_gguf.kernels.first_run", lambda: True)
+    monkeypatch.setattr("dali_gguf.kernels.ahead.missing", lambda types: ["layer"])
+    monkeypatch.setattr("dali_gguf.kernels.ahead.compile_all", lambda types: None)
     assert "compiling kernels" in run(capsys, plain, "-p", "w1", *GREEDY)[2]
     assert "no such file" in refused(capsys, str(tmp_path / "none.gguf"), "-p", "w1")
 

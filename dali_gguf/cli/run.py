@@ -134,18 +134,20 @@ def run(args: argparse.Namespace) -> int:
     utf8_output()
     prompt, params = read_prompt(args), sampling(args)
     path = model_path(args)
-    announce_compiling(path)
+    compile_kernels(path)
     with Engine(path, **engine_options(args)) as engine:
         return answer(engine, prompt, params, args)
 
 
-def announce_compiling(path: Path) -> None:
-    """One line before the first run ever, unless the file cannot be opened anyway."""
-    from dali_gguf import kernels  # brings Numba: not for --help
+def compile_kernels(path: Path) -> None:
+    """Before the first run of a kind of model: one line, and all cores compile."""
+    from dali_gguf.kernels import ahead  # brings Numba: not for --help
 
-    if kernels.first_run():
-        GGUFFile.open(path).close()
+    with GGUFFile.open(path) as file:
+        types = {tensor.type for tensor in file.tensors.values()}
+    if ahead.missing(types):
         say("compiling kernels for this processor: once, and only those the model needs")
+        ahead.compile_all(types)
 
 
 def answer(engine: Engine, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
