@@ -161,7 +161,7 @@ class MoE:
 
 
 class Layer:
-    """x + mixer(norm(x)), then x + feed(norm(x))."""
+    """x + mixer(norm(x)), then x + feed(norm(x)). The sums are written over x."""
 
     def __init__(
         self,
@@ -177,8 +177,9 @@ class Layer:
         self.feed_norm = Norm(w, f"blk.{i}.{norm}.weight", c.n_embd, c.eps)
 
     def __call__(self, x: Array, run: Pass) -> Array:
-        x = x + self.mixer(self.mixer_norm(x), run)
-        return x + self.feed(self.feed_norm(x), run)
+        x += self.mixer(self.mixer_norm(x), run)
+        x += self.feed(self.feed_norm(x), run)
+        return x
 
 
 class Model:

@@ -59,6 +59,11 @@ def test_prefill_in_chunks_gives_the_same_logits(path, cpu):
     )  # activations in 8 bits
 
 
+def test_the_same_bits_without_mapping(path, cpu):
+    with opened(path, cpu) as mapped, opened(path, cpu, mmap=False) as read:
+        assert np.array_equal(mapped.logits(PROMPT), read.logits(PROMPT))
+
+
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "f32"])
 def test_the_same_bits_with_any_number_of_threads(path, kv_type):
     results = []
