@@ -100,6 +100,7 @@ class LatentAttention:
         c = self.config
         self.k_up = w.matrix(p + "k_b.weight", c.n_head, c.kv_rank, self.k_plain)
         self.v_up = w.matrix(p + "v_b.weight", c.n_head, self.v_size, c.kv_rank)
+        w.find(p + "kv_b.weight", None, c.kv_rank)  # a few files hold both forms
 
     def __call__(self, x: Array, run: Pass) -> Array:
         device, positions, n_token = self.device, run.step.positions, run.step.size
