@@ -51,3 +51,4 @@ class CpuPart:
 
     def close(self) -> None:
         self._thread.shutdown()
+        self.cpu.close()

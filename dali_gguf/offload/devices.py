@@ -1,6 +1,7 @@
 """--device and --vram: which device a model runs on, and what of it goes into GPU memory."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 
@@ -9,10 +10,12 @@ import numpy as np
 from dali_gguf.config import ModelConfig
 from dali_gguf.device import Device
 from dali_gguf.errors import InputError
+from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.offload import budget, prefetch, vram
 from dali_gguf.offload.cache import ExpertCache, settings
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.placement import policy_code
+from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.tensor import Tensor
 
@@ -84,11 +87,9 @@ def say(text: str) -> None:
 
 def find(spec: str):
     """The torch.device that is meant, or None for the CPU's own kernels."""
-    kind, _, index = spec.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "cpu-torch") or (index and not index.isdigit()):
+    if not re.fullmatch(r"auto|cpu|cpu-torch|cuda(:\d+)?", spec):
         raise InputError(f"device {spec!r} is not known; expected one of {NAMES}")
-    if index and kind != "cuda":
-        raise InputError(f"device {spec!r} is not known; only cuda takes a number")
+    index = int(spec.partition(":")[2] or 0)
     if spec == "cpu":
         return None
     if spec == "auto" and not gpu_driver():  # torch takes seconds to import
@@ -108,11 +109,11 @@ def find(spec: str):
     if count == 0:
         say("no GPU that torch can use was found, running on the CPU")
         return None
-    if int(index or 0) >= count:
+    if index >= count:
         raise InputError(
             f"device {spec!r} is not there; torch sees {count}: cuda:0 to cuda:{count - 1}"
         )
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cuda", index)
 
 
 def gpu_driver() -> bool:
@@ -159,39 +160,38 @@ class GpuTier:
         return cls(TorchDevice(device), cpu_device(threads), options, plan)
 
     def make_scheduler(
-        self,
-        model,
-        config: ModelConfig,
-        counts: np.ndarray | None = None,
-        costs: CostModel | None = None,
+        self, model, config: ModelConfig, file: GGUFFile, costs: CostModel | None = None
     ) -> Scheduler:
-        """Uploads the weights and the first experts. model: layers.Model. counts [L, E]: tokens
-        that earlier runs routed to each expert. costs None: measured now."""
+        """Uploads the weights and the first experts. model: layers.Model. What earlier runs learned
+        about the model's routing is kept beside its file. costs None: measured now."""
         lookup_only = None if model.head is model.embedding else model.embedding
         self.device.upload_weights(skip=lookup_only)
         if not model.experts:
+            self.cpu.close()
             return Scheduler(self.device, model.experts, model.routers)
         from dali_gguf.offload import gpu_measure
 
         if costs is None:
             first = model.experts[min(model.experts)]
             costs = gpu_measure.measure(self.device, self.cpu, first)
-        cold = counts is None
-        if cold:
-            counts = np.zeros((len(model.experts), config.experts.n_expert))
-        scheduler = self._build(model, config, counts, costs)
-        scheduler.cold = cold and self.options.placement not in STATIC
+        known = RunCounts(file.paths[0], file, sorted(model.experts))
+        scheduler = self._build(model, config, known, costs)
+        scheduler.cold = known.counts is None and self.options.placement not in STATIC
         return scheduler
 
-    def _build(self, model, config: ModelConfig, counts: np.ndarray, costs: CostModel) -> Scheduler:
+    def _build(self, model, config: ModelConfig, known: RunCounts, costs: CostModel) -> Scheduler:
         from dali_gguf.offload.hybrid_scheduler import Choices, HybridScheduler
 
         o = self.options
         cache_name = "static" if o.placement in STATIC else o.expert_cache
+        counts = known.counts
+        if counts is None:
+            counts = np.zeros((len(model.experts), config.experts.n_expert))
         slots, resident = self._slots(model, counts)
         cache = ExpertCache(resident, settings(cache_name))
         cache.seed(counts, config.experts.n_used)
         choices = Choices(o.placement, o.prefetch, cache_name, o.verify)
+        predictor = self._predictor(model, config, known)
         scheduler = HybridScheduler(
             self.device,
             self.cpu,
@@ -199,9 +199,10 @@ class GpuTier:
             model.routers,
             slots,
             cache,
-            self._predictor(model, config, counts),
+            predictor,
             costs,
             choices,
+            known,
         )
         scheduler.traffic.fill_all(resident)
         return scheduler
@@ -230,21 +231,24 @@ class GpuTier:
             resident[row, np.argsort(-counts[row], kind="stable")[:n]] = 1
         return memory, resident
 
-    def _predictor(self, model, config: ModelConfig, counts: np.ndarray):
+    def _predictor(self, model, config: ModelConfig, known: RunCounts):
+        """None where nothing could be prefetched."""
         o = self.options
         if o.prefetch == "none" or o.placement in STATIC or self.plan_of.spare == 0:
             return None
-        if o.prefetch == "linear":
-            raise InputError("prefetch 'linear' needs a fitted map: choose residual")
-        maps = {}
+        routers = {}
         for layer, (weight, rule) in model.routers.items():
-            dense = self.device.to_host(weight.dense())
             bias = model.layers[layer].feed.router_bias
             bias = None if bias is None else self.device.to_host(bias)
-            maps[layer] = prefetch.RouterMap(
+            dense = self.device.to_host(weight.dense())
+            routers[layer] = prefetch.RouterMap(
                 dense, config.experts.n_used, bias, rule.scoring == "sigmoid", rule.bias
             )
-        return prefetch.Predictor(o.prefetch, maps, counts if counts.any() else None)
+        stored, layers = known.stored, sorted(routers)
+        means = None if stored is None else dict(zip(layers, stored.means))
+        has_maps = stored is not None and stored.maps is not None
+        maps = dict(zip(layers, stored.maps)) if has_maps else None
+        return prefetch.Predictor(o.prefetch, routers, known.counts, maps, means)
 
 
 def memory_of(device) -> tuple[int, int]:

@@ -17,11 +17,13 @@ from dali_gguf.offload.cache import ExpertCache
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.cpu_part import CpuPart
 from dali_gguf.offload.gpu_slots import GpuSlots
+from dali_gguf.offload.gpu_timer import GpuTimer
 from dali_gguf.offload.gpu_traffic import Traffic
 from dali_gguf.offload.hybrid_counters import HybridCounters
 from dali_gguf.offload.pays import Pays
 from dali_gguf.offload.placement import Planner
 from dali_gguf.offload.prefetch import Predictor, rank
+from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import Copy
@@ -61,22 +63,26 @@ class HybridScheduler(Scheduler):
         predictor: Predictor | None,
         costs: CostModel,
         choices: Choices = Choices(),
+        known: RunCounts | None = None,
     ):
         super().__init__(device, experts, routers)
         self.layers = sorted(experts)
         self.row = {layer: row for row, layer in enumerate(self.layers)}
         self.cache, self.predictor, self.model, self.choices = cache, predictor, costs, choices
+        self.known = known  # counts of earlier runs, that this one's are added to
         n_expert = slots.place.shape[1]
         self.planner = Planner(choices.placement, n_expert)
         self.still = Planner("static-hot", n_expert)  # residents on the GPU, nothing is copied
         self.counters = HybridCounters(self.layers)
         self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters)
         self.cpu = CpuPart(cpu)
+        self.timer, self._untimed = GpuTimer(device.device), None
         self.pays = Pays(self._candidates() if choices.adapt else ())
         self.verifier = Verifier(self.cpu, self.traffic) if choices.verify else None
         self._gap = {False: 0.0, True: 0.0}  # us between two layers' experts, by "is prefill"
         self._left = self._step_began = time.perf_counter()
         self._step_tokens = 0
+        self._n_used, self._prompted = 1, False
         self.cold = False  # nothing was known about this model: the prompt decides the residents
 
     def _candidates(self) -> tuple[str, ...]:
@@ -100,9 +106,12 @@ class HybridScheduler(Scheduler):
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""
         row, began = self.row[layer], time.perf_counter()
         prefill = len(routing.expert_ids) >= PREFILL
+        self._n_used = routing.expert_ids.shape[1]
         self._enter(row, len(routing.expert_ids), prefill, began)
         host = self.device.to_host(h)
+        self._read_times()
         plan = self._plan(row, routing.workload, prefill)
+        used = len(plan.cpu) + len(plan.gpu) + len(plan.copy)
         on_cpu, on_gpu, copy = plan.cpu.copy(), plan.gpu.copy(), deque(plan.copy.tolist())
         self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
         coming = self.traffic.demand(row, copy)
@@ -111,7 +120,7 @@ class HybridScheduler(Scheduler):
             future = self.cpu.start(host, routing, self.experts[layer], on_cpu)
         if self.model.costs.r > FREE_LINK:
             self._guess(row, host, prefill)
-        y, gpu_us = self._gpu_part(row, h, routing, on_gpu, coming, copy)
+        y, ready = self._gpu_part(row, h, routing, on_gpu, coming, copy)
         cpu_us = 0.0
         if future is not None:
             result = future.result()
@@ -119,7 +128,7 @@ class HybridScheduler(Scheduler):
             y_cpu = self.device.from_host(result.y)
             y = y_cpu if y is None else y + y_cpu
             self.model.observe("cpu", routing.workload[on_cpu], cpu_us)
-        self.counters.waits(row, cpu_us, gpu_us)
+        self._untimed = (row, routing.workload[ready], cpu_us, on_cpu.size < used)
         self.counters.add(row, "real_us", (time.perf_counter() - began) * 1e6)
         self._after(row, host, routing, prefill)
         if self.verifier is not None:
@@ -135,7 +144,8 @@ class HybridScheduler(Scheduler):
         if row == 0:
             if tokens == self._step_tokens and not prefill:
                 self.pays.record((now - self._step_began) * 1e6, tokens)
-            if self.cold and not prefill and self._step_tokens >= PREFILL:
+            self._prompted |= prefill
+            if self.cold and self._prompted and not prefill:
                 self.cold = False
                 self.traffic.reseat()
             self._step_began, self._step_tokens = now, tokens
@@ -170,14 +180,12 @@ class HybridScheduler(Scheduler):
         residents: np.ndarray,
         coming: deque[Copy],
         waiting: deque[int],
-    ) -> tuple[Array | None, float]:
-        """Residents at once, then what arrives. Returns (y or None, us)."""
-        started = time.perf_counter()
+    ) -> tuple[Array | None, np.ndarray]:
+        """Residents at once, then what arrives. Returns (y or None, experts that were there)."""
+        self.timer.begin()
         ready, late = self.traffic.split(row, residents)
         y = self._compute(row, h, routing, ready, self.traffic.offsets(row, ready))
-        if y is not None and self.device.device.type == "cpu":
-            us = (time.perf_counter() - started) * 1e6
-            self.model.observe("gpu", routing.workload[ready], us)
+        self.timer.residents_done()
         coming.extendleft(late)
         while coming:
             group = self.traffic.next_group(coming)
@@ -187,8 +195,18 @@ class HybridScheduler(Scheduler):
             y = part if y is None else y + part
             self.traffic.used(row, group, reuse=bool(waiting))
             coming.extend(self.traffic.demand(row, waiting))
-        used_gpu = y is not None
-        return y, (time.perf_counter() - started) * 1e6 if used_gpu else 0.0
+        self.timer.end()
+        return y, ready
+
+    def _read_times(self) -> None:
+        """What the layer before took on the device."""
+        if self._untimed is None:
+            return
+        (row, workload, cpu_us, used_gpu), self._untimed = self._untimed, None
+        residents_us, gpu_us = self.timer.read()
+        if len(workload):
+            self.model.observe("gpu", workload, residents_us)
+        self.counters.waits(row, cpu_us, gpu_us if used_gpu else 0.0)
 
     def _compute(
         self, row: int, h: Array, routing: Routing, ids: np.ndarray, at: np.ndarray
@@ -203,6 +221,8 @@ class HybridScheduler(Scheduler):
     def _after(self, row: int, host: np.ndarray, routing: Routing, prefill: bool) -> None:
         """The cache learns what was used; guesses and fills go where the link would idle."""
         costs = self.model.costs
+        if self.known is not None:
+            self.known.add(row, routing.workload)
         swaps = self.cache.step(row, routing.workload, self.traffic.arrived_for(row), costs)
         self.traffic.adopt(row, [s for s in swaps if s.adopted])
         if costs.r <= FREE_LINK:
@@ -212,6 +232,15 @@ class HybridScheduler(Scheduler):
             self.traffic.fill(row, fills)
         for us in self.traffic.new_copy_times():
             self.model.observe("copy", 1, us)
+
+    def _means(self) -> np.ndarray:
+        """float32 [L - 1, D]: the predictor's residual means, or those of earlier runs."""
+        if self.predictor is not None and self.choices.prefetch in ("residual", "linear"):
+            return np.stack([self.predictor.mean[layer] for layer in self.layers[:-1]])
+        if self.known.means is not None:
+            return self.known.means
+        width = self.experts[self.layers[0]].gate[0].cols
+        return np.zeros((len(self.layers) - 1, width), np.float32)
 
     def _room(self, prefill: bool) -> int:
         """Copies that fit the gap before the next layer, less those already on the link."""
@@ -243,6 +272,7 @@ class HybridScheduler(Scheduler):
 
     def figures(self) -> dict:
         """For --stats-json."""
+        self._read_times()
         out = self.counters.as_dict()
         out["kept"] = {name: self.pays.on[name] for name in self.pays.on}
         out["link"] = {
@@ -259,5 +289,7 @@ class HybridScheduler(Scheduler):
     def close(self) -> None:
         self.traffic.close()
         self.cpu.close()
+        if self.known is not None:
+            self.known.save(self._means(), self._n_used)
         if self.verifier is not None and self.verifier.failed:
             print(f"dali-gguf: {self.verifier.line()}", file=sys.stderr)

@@ -7,6 +7,7 @@ are float32 whatever the cache holds.
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dali_gguf.errors import InputError
 from dali_gguf.offload.vram import SCORE_BYTES
@@ -78,12 +79,15 @@ class TorchKV:
                 for part, packed in zip(cache, self._pack(x)):
                     part[layer][seq, pos] = packed.to(part.dtype)
 
-    def read(self, layer: int, seq: int, start: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """float32 k [S, G, K] and v [S, G, V] of positions [start, end)."""
-        k = self._unpack(tuple(part[layer, seq, start:end] for part in self.k))
-        if self.v is None:
-            return k, None
-        return k, self._unpack(tuple(part[layer, seq, start:end] for part in self.v))
+    def read(
+        self, layer: int, seq: int, start: int, end: int, raw: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """k [S, G, K] and v [S, G, V] of positions [start, end): float32, or (raw) as they lie."""
+        both = []
+        for cache in (self.k, self.v or ()):
+            parts = tuple(part[layer, seq, start:end] for part in cache)
+            both.append(parts[0] if raw and parts else self._unpack(parts) if parts else None)
+        return both[0], both[1]
 
     @property
     def nbytes(self) -> int:
@@ -111,47 +115,59 @@ def attend(
     layer: int,
     seq: int,
     positions: np.ndarray,
+    places: Tensor,
     scale: float,
     window: int,
     sinks: Tensor | None,
     v_size: int,
 ) -> Tensor:
-    """One sequence's queries q [T, H, K] at ascending positions [T] over its cache: [T, H, V]."""
+    """One sequence's queries q [T, H, K] at ascending positions [T] (places: the same on the
+    device) over its cache: [T, H, V]."""
     n_head, longest = q.shape[1], int(positions[-1]) + 1
     rows = max(1, SCORE_BYTES // (4 * n_head * longest))
+    half = q.is_cuda and sinks is None and cache.kv_type == "f16"
     out = []
     for first in range(0, len(positions), rows):
         pos = positions[first : first + rows]
         end = int(pos[-1]) + 1
         start = max(0, int(pos[0]) + 1 - window) if window else 0
-        k, v = cache.read(layer, seq, start, end)
+        k, v = cache.read(layer, seq, start, end, half)
         v = k[..., :v_size] if v is None else v
-        bias = _mask(pos, start, end, window, q.device)
-        out.append(_block(q[first : first + rows], k, v, bias, scale, sinks))
+        seen = _seen(places[first : first + rows], start, end, window)
+        part = q[first : first + rows]
+        if half:
+            out.append(fused_block(part, k, v, seen, scale))
+        else:
+            out.append(_block(part, k, v, seen, scale, sinks))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _mask(positions: np.ndarray, start: int, end: int, window: int, device: torch.device):
-    """-inf where a query may not look, float32 [T, S]; None when one query sees all of it."""
-    if len(positions) == 1:
+def _seen(places: Tensor, start: int, end: int, window: int) -> Tensor | None:
+    """Which keys a query may look at, bool [T, S]; None when one query sees all of them."""
+    if len(places) == 1:
         return None  # start and end were chosen for it
-    keys, pos = np.arange(start, end), positions[:, None]
-    hidden = keys > pos
-    if window:
-        hidden |= keys <= pos - window
-    return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(device)
+    keys, places = torch.arange(start, end, device=places.device), places[:, None]
+    seen = keys <= places
+    return seen & (keys > places - window) if window else seen
+
+
+def fused_block(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """As _block without sinks, by torch's fused attention, in the type of k and v."""
+    q, k, v = (x.to(k.dtype).transpose(0, 1)[None] for x in (q, k, v))  # [1, H or G, .., K]
+    y = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    return y[0].transpose(0, 1).float()
 
 
 def _block(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """q [T, H, K], k [S, G, K], v [S, G, V], bias [T, S] or None, sinks [H] or None: [T, H, V]."""
+    """q [T, H, K], k [S, G, K], v [S, G, V], seen [T, S] or None, sinks [H] or None: [T, H, V]."""
     t, n_head, _ = q.shape
     groups = k.shape[1]
     q = q.reshape(t, groups, n_head // groups, -1).permute(1, 2, 0, 3)  # [G, H/G, T, K]
     scores = (q.flatten(1, 2) @ k.permute(1, 2, 0)).unflatten(1, (-1, t)) * scale  # [G, H/G, T, S]
-    if bias is not None:
-        scores = scores + bias
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         sink = sinks.reshape(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]

@@ -176,6 +176,7 @@ class TorchDevice:
                 layer,
                 int(step.sequences[a]),
                 step.positions[a:b],
+                self._places[1][a:b],
                 scale,
                 window,
                 sinks,
