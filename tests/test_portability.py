@@ -1,0 +1,54 @@
+"""Plain LLVM vectors (what other processors get) give the same bits as this processor's instructions.
+
+A process of its own, since the choice is made once, at import.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+CODE = """
+import sys
+import numpy as np
+from gguf import GGMLQuantizationType as Q
+from dali_gguf.kernels import isa
+from dali_gguf.kernels.cpu import CpuDevice
+from tests.kernel_helpers import random_weights
+from dali_gguf.tensor import Tensor
+
+device, rng, out = CpuDevice(2), np.random.default_rng(0), []
+for name in sys.argv[2:]:
+    w = random_weights(Q[name], 24, 512, rng)
+    x = rng.standard_normal((5, 512)).astype(np.float32)
+    handle = device.weight(Tensor(name, Q[name], (24, 512), w.reshape(-1)))
+    out += [device.matmul(x, handle)[0], device.matmul(x[:1], handle)[0]]
+out.append(device.swiglu(x, x[::-1].copy()))
+np.savez(sys.argv[1], *out)
+print(isa.NAME)
+"""
+TYPES = ["F16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K"]
+
+
+def outputs(tmp_path: Path, isa: str) -> tuple[str, list[np.ndarray]]:
+    file = tmp_path / f"{isa or 'native'}.npz"
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "DALI_ISA": isa, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", CODE, str(file), *TYPES], env=env, cwd=root,
+                          capture_output=True, text=True, check=True)
+    with np.load(file) as arrays:
+        return done.stdout.strip(), [arrays[name] for name in arrays.files]
+
+
+def test_generic_vectors_give_the_same_bits(tmp_path):
+    native, expected = outputs(tmp_path, "")
+    generic, found = outputs(tmp_path, "generic")
+    assert generic == "generic"
+    if native == "generic":
+        pytest.skip("this processor runs the generic path anyway")
+    assert len(found) == 2 * len(TYPES) + 1
+    for a, b in zip(expected, found):
+        assert np.isfinite(a).all() and (a == b).all()
