@@ -208,11 +208,15 @@ def affine_sums(x, w, n, inverse, minimum, high):
 def solve_affine(sw, sx, sl, sl2, sxl, signed):
     """Least-squares scale, minimum and the explained part of sum w x^2; minimum <= 0 unless signed."""
     zero = zero_f32x8()
-    inverse = safe_inverse(v_fsub(v_fmul(sw, sl2), v_fmul(sl, sl)))
+    product = v_fmul(sw, sl2)
+    determinant = v_fsub(product, v_fmul(sl, sl))
+    least = v_fmul(product, splat_f32x8(np.float32(1e-6)))  # below: all levels alike, no two unknowns
+    inverse = where_less(least, determinant, safe_inverse(determinant), zero)
+    through_zero = v_fmul(sxl, safe_inverse(sl2))
     scale = v_fmul(v_fsub(v_fmul(sw, sxl), v_fmul(sx, sl)), inverse)
+    scale = where_less(least, determinant, scale, through_zero)
     minimum = v_fmul(v_fsub(v_fmul(sl2, sx), v_fmul(sl, sxl)), inverse)
     if not signed:
-        through_zero = v_fmul(sxl, safe_inverse(sl2))
         scale = where_less(zero, minimum, through_zero, scale)
         minimum = v_min(minimum, zero)
     return scale, minimum, muladd(scale, sxl, v_fmul(minimum, sx))
