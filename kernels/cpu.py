@@ -16,8 +16,6 @@ from dali_gguf.router import RouterRule
 from dali_gguf.routing import LayerExperts, Routing
 from dali_gguf.tensor import Tensor
 
-EVERYTHING = moe.QUANTIZE | moe.GATE_UP | moe.SUM
-
 
 class CpuDevice:
     """threads: default the physical cores. Calls must come from one thread at a time."""
@@ -115,21 +113,19 @@ class CpuDevice:
         return route(logits, n_used, rule)
 
     def moe(self, x: np.ndarray, routing: Routing, experts: LayerExperts) -> np.ndarray:
-        step = self.moe_begin(x, routing, experts, compute=False)
-        active = np.flatnonzero(routing.workload).astype(np.int32)
-        self.moe_space.run(step, EVERYTHING, active, step.plan.addresses)
-        return step.y
+        return self.moe_space.whole(self._layer(experts), contiguous(x), routing)
 
-    def moe_begin(self, x: np.ndarray, routing: Routing, experts: LayerExperts,
-                  compute: bool = True) -> MoeStep:
+    def moe_begin(self, x: np.ndarray, routing: Routing, experts: LayerExperts) -> MoeStep:
         """Sorts the pairs and quantizes x. Then moe_run, then moe_end, before the next begin."""
+        step = self.moe_space.begin(self._layer(experts), contiguous(x), routing)
+        self.moe_space.run(step, moe.QUANTIZE, _NONE, step.plan.addresses)
+        return step
+
+    def _layer(self, experts: LayerExperts) -> LayerPlan:
         plan = self._layers.get(experts)
         if plan is None:
             plan = self._layers[experts] = LayerPlan(experts, self.threads)
-        step = self.moe_space.begin(plan, contiguous(x), routing)
-        if compute:
-            self.moe_space.run(step, moe.QUANTIZE, _NONE, plan.addresses)
-        return step
+        return plan
 
     def moe_run(self, step: MoeStep, expert_ids: np.ndarray, addresses: np.ndarray | None = None) -> None:
         """Computes these experts' pairs. addresses int64 [3, E]: where gate, up and down lie."""

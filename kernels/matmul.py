@@ -152,6 +152,8 @@ def multiply(space: Workspace, plan: Plan, x: np.ndarray) -> tuple[np.ndarray, .
     out = np.empty(tokens * plan.total_rows, np.float32)
     start(work_address(), plan.job(tokens), x, out, space.records, space.pointers, space.scratch,
           space.pool.state, space.pool.threads)
+    if len(plan.matrices) == 1:
+        return (out.reshape(tokens, plan.total_rows),)
     result, first = [], 0
     for m in plan.matrices:
         result.append(out[first : first + tokens * m.rows].reshape(tokens, m.rows))

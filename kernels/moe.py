@@ -244,3 +244,16 @@ def go(function, job, phases, active, addresses, y, state, threads):
     for e in active:
         store(job[RUN] + np.intp(e), np.uint8(1))
     launch(state, function, address_of(job), threads)
+
+
+@jit
+def whole(function, job, x, ids, weights, workload, first, token, place, run, active, addresses, y,
+          state, threads):
+    """A whole layer in one launch: begin, then every expert with tokens. active int32 [E]: room."""
+    begin(job, x, ids, weights, first, token, place, run)
+    n = 0
+    for e in range(len(workload)):
+        if workload[e]:
+            active[n] = e
+            n += 1
+    go(function, job, QUANTIZE | GATE_UP | SUM, active[:n], addresses, y, state, threads)

@@ -47,6 +47,7 @@ class LayerPlan:
             )
         self.x_bytes, self.h_bytes = record_bytes(x_kind, self.n_embd), record_bytes(h_kind, self.n_ff)
         self.f_stride = 4 * (-(-self.n_ff // 8) * 8)
+        self.placed = (0, 0)  # pairs and version of the memory that the job's addresses belong to
         job = self.job = np.zeros(moe.JOB_WORDS, np.int64)
         job[moe.D], job[moe.F], job[moe.F_STRIDE] = self.n_embd, self.n_ff, self.f_stride
         job[moe.X_KIND], job[moe.H_KIND] = x_kind, h_kind
@@ -90,29 +91,35 @@ class MoeSpace:
         self._floats = np.empty(0, np.float32)
         self._bytes = np.empty(0, np.uint8)
         self._tables: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
+        self._version = 0  # of the memory: a plan's addresses are written again when it changed
 
     def tables(self, n_pair: int, n_expert: int) -> tuple[np.ndarray, ...]:
-        """first int64 [E+1], token, place int32 [P], run uint8 [E], pointers int64 [2, P]."""
+        """first int64 [E+1], token, place int32 [P], run uint8 [E], active int32 [E],
+        pointers int64 [2, P]."""
         key = (n_pair, n_expert)
         if key not in self._tables:
             if len(self._tables) > 64:
                 self._tables.clear()
+                self._version += 1
             self._tables[key] = (
                 np.empty(n_expert + 1, np.int64), np.empty(n_pair, np.int32),
                 np.empty(n_pair, np.int32), np.empty(n_expert, np.uint8),
-                np.empty((2, n_pair), np.int64),
+                np.empty(n_expert, np.int32), np.empty((2, n_pair), np.int64),
             )
         return self._tables[key]
 
     def place(self, plan: LayerPlan, n_token: int, n_pair: int, pointers: np.ndarray) -> None:
-        """Writes the buffers' addresses into the plan's job."""
+        """Writes the buffers' addresses into the plan's job, unless they are there."""
         wide = plan.f_stride // 4
         floats = n_pair * (2 * wide + plan.n_embd) + 64
-        if floats > self._floats.size:
-            self._floats = np.empty(floats, np.float32)
         size = n_token * plan.x_bytes + n_pair * plan.h_bytes + 128
-        if size > self._bytes.size:
-            self._bytes = np.empty(size, np.uint8)
+        if floats > self._floats.size or size > self._bytes.size:
+            self._floats = np.empty(max(floats, self._floats.size), np.float32)
+            self._bytes = np.empty(max(size, self._bytes.size), np.uint8)
+            self._version += 1
+        if plan.placed == (n_pair, self._version):
+            return
+        plan.placed = (n_pair, self._version)
         job, at = plan.job, self._floats.ctypes.data
         job[moe.GATE], job[moe.UP] = at, at + 4 * n_pair * wide
         job[moe.DOWN] = at + 8 * n_pair * wide
@@ -122,12 +129,23 @@ class MoeSpace:
         job[moe.X_POINTERS], job[moe.H_POINTERS] = at, at + 8 * n_pair
         job[moe.SCRATCH] = self.space.scratch
 
+    def whole(self, plan: LayerPlan, x: np.ndarray, routing: Routing) -> np.ndarray:
+        """All experts of the step in one launch: y [T, D]."""
+        n_token, n_used = routing.expert_ids.shape
+        *tables, pointers = self.tables(n_token * n_used, plan.experts.n_expert)
+        self.place(plan, n_token, n_token * n_used, pointers)
+        plan.compile(n_token)
+        y, pool = np.empty((n_token, plan.n_embd), np.float32), self.space.pool
+        moe.whole(moe_address(), plan.job, x, routing.expert_ids, routing.weights, routing.workload,
+                  *tables, plan.addresses, y, pool.state, pool.threads)
+        return y
+
     def begin(self, plan: LayerPlan, x: np.ndarray, routing: Routing) -> MoeStep:
         """Sorts the pairs and gives them memory; nothing is computed yet."""
         n_token, n_used = routing.expert_ids.shape
-        first, token, place, ran, pointers = self.tables(n_token * n_used, plan.experts.n_expert)
+        *tables, _, pointers = self.tables(n_token * n_used, plan.experts.n_expert)
         self.place(plan, n_token, n_token * n_used, pointers)
-        moe.begin(plan.job, x, routing.expert_ids, routing.weights, first, token, place, ran)
+        moe.begin(plan.job, x, routing.expert_ids, routing.weights, *tables)
         plan.compile(n_token)
         return MoeStep(plan, x, routing, np.empty((n_token, plan.n_embd), np.float32))
 
