@@ -13,9 +13,8 @@ Blocks are added in order: the same bits on every path. Templates, as in blocks3
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import (
-    first_lane, madd, pair_dot_s, pair_dot_u, permutation, sum_rows, to_f32, zero_f32x8,
-)
+from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
+from dali_gguf.kernels.lanes import first_lane, permutation, sum_rows, to_f32, zero_f32x8
 from dali_gguf.kernels.panel import (
     add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, transpose8, zero_tile,
 )

@@ -11,9 +11,8 @@ The functions here are templates: formats.py makes a copy for each type, with it
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import (
-    first_lane, madd, ones_i16x16, pair_dot_s, pair_dot_u, sum_rows, to_f32, zero_f32x8,
-)
+from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
+from dali_gguf.kernels.lanes import first_lane, ones_i16x16, sum_rows, to_f32, zero_f32x8
 from dali_gguf.kernels.panel import (
     add_scaled, subtract_scaled, tile_splat, tile_subtract, transpose8, zero_tile,
 )

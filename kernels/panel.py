@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-from dali_gguf.kernels.lanes import madd_ir, pair_dot_ir
+from dali_gguf.kernels.dots import madd_ir, pair_dot_ir
 from dali_gguf.kernels.simd import (
     ELEMENTS, F32, I16, I32, call, const, load_ir, shuffle, splat_ir, store_ir,
 )

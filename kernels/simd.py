@@ -2,7 +2,7 @@
 
 Addresses are intp everywhere (int64 mixed with uint64 would become float64 in Numba). Loads and
 stores assume no alignment: GGUF blocks have none. The instruction set is chosen in isa.py and acts
-only in pair_dot_u, pair_dot_s, madd and lookup; everything else is generic LLVM.
+only in dots.py and in lanes.lookup; everything else is generic LLVM.
 """
 
 from llvmlite import ir

@@ -1,0 +1,60 @@
+"""Integer dot products of vectors: exact, and so the same on every instruction set."""
+
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from dali_gguf.kernels import isa
+from dali_gguf.kernels.simd import I16, I32, Vec, call, shuffle
+
+
+def pair_dot_ir(b, u, s, signed: bool):
+    """i16 [n/2] = u[2i] s[2i] + u[2i+1] s[2i+1] of i8 vectors; u unsigned or signed."""
+    n = u.type.count
+    if isa.AVX2 and n == 32:
+        if signed:
+            s = call(b, "llvm.x86.avx2.psign.b", s.type, [s, u])
+            u = call(b, "llvm.abs.v32i8", u.type, [u, ir.Constant(ir.IntType(1), 0)])
+        return call(b, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [u, s])
+    wide = ir.VectorType(I16, n)
+    product = b.mul(b.sext(u, wide) if signed else b.zext(u, wide), b.sext(s, wide))
+    return b.add(shuffle(b, product, range(0, n, 2)), shuffle(b, product, range(1, n, 2)))
+
+
+def madd_ir(b, x, y):
+    """i32 [n/2] = x[2i] y[2i] + x[2i+1] y[2i+1] of i16 vectors."""
+    n = x.type.count
+    if isa.AVX2 and n == 16:
+        return call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [x, y])
+    wide = ir.VectorType(I32, n)
+    product = b.mul(b.sext(x, wide), b.sext(y, wide))
+    return b.add(shuffle(b, product, range(0, n, 2)), shuffle(b, product, range(1, n, 2)))
+
+
+@intrinsic
+def pair_dot_u(typing, u, s):
+    """Adjacent products summed to i16. u in 0..127, s in -127..127: never saturates."""
+
+    def gen(context, b, sig, args):
+        return pair_dot_ir(b, *args, signed=False)
+
+    return Vec("i16", u.n // 2)(u, s), gen
+
+
+@intrinsic
+def pair_dot_s(typing, w, s):
+    """The same for w in -128..127 and s in -127..127 (128 * 127 * 2 fits i16)."""
+
+    def gen(context, b, sig, args):
+        return pair_dot_ir(b, *args, signed=True)
+
+    return Vec("i16", w.n // 2)(w, s), gen
+
+
+@intrinsic
+def madd(typing, x, y):
+    """Adjacent i16 products summed to i32 lanes."""
+
+    def gen(context, b, sig, args):
+        return madd_ir(b, *args)
+
+    return Vec("i32", x.n // 2)(x, y), gen
