@@ -118,7 +118,7 @@ def test_every_placement_gives_the_same(rig, placement):
 @pytest.mark.parametrize("prefetch", ["residual", "next-router", "none"])
 def test_caches_and_guesses(rig, cache, prefetch):
     r = rig(expert_cache=cache, prefetch=prefetch)
-    r.scheduler._gap[False] = 1000.0
+    r.scheduler.gap.us[False] = 1000.0
     assert r.run(25) < 1e-4
     r.check()
     assert (r.total("prefetched") > 0) == (prefetch != "none")

@@ -3,9 +3,10 @@
 Only this thread enters the kernels' parallel region while it works.
 """
 
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -15,40 +16,55 @@ from dali_gguf.routing import LayerExperts, Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuResult:
-    """y float32 [T, D]: weighted sum over the CPU's experts. us: how long it took; ended: when, as
-    perf_counter tells."""
+    """y float32 [T, D]: weighted sum over the CPU's experts. us: how long it took."""
 
     y: np.ndarray
     us: float
-    ended: float
 
 
 class CpuPart:
-    """cpu: a device with moe_begin, moe_run and moe_end."""
+    """cpu: a device with moe_begin, moe_run and moe_end. One share at a time: start, result."""
 
     def __init__(self, cpu: Device):
         self.cpu = cpu
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dali-cpu")
+        self._asked: SimpleQueue = SimpleQueue()  # a fifth of what an executor costs a layer
+        self._ended: SimpleQueue = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="dali-cpu", daemon=True)
+        self._thread.start()
 
     def start(
         self, h: np.ndarray, routing: Routing, experts: LayerExperts, ids: np.ndarray
-    ) -> "Future[CpuResult]":
+    ) -> None:
         """h float32 [T, D] and ids int64 [n] must not change until the result is there."""
-        return self._thread.submit(self._run, h, routing, experts, ids)
+        self._asked.put((h, routing, experts, ids))
+
+    def result(self) -> CpuResult:
+        """Of what was started; raises what went wrong there."""
+        result = self._ended.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _work(self) -> None:
+        while (job := self._asked.get()) is not None:
+            try:
+                self._ended.put(self._run(*job))
+            except BaseException as error:  # raised by result(), in the thread that needs it
+                self._ended.put(error)
 
     def _run(self, h, routing, experts, ids) -> CpuResult:
         started = time.perf_counter()
         step = self.cpu.moe_begin(h, routing, experts)
         self.cpu.moe_run(step, ids)
         y = self.cpu.moe_end(step)
-        ended = time.perf_counter()
-        return CpuResult(y, (ended - started) * 1e6, ended)
+        return CpuResult(y, (time.perf_counter() - started) * 1e6)
 
     def whole(self, h: np.ndarray, routing: Routing, experts: LayerExperts) -> np.ndarray:
         """All experts of the step, all on the CPU, for --verify: [T, D]."""
-        ids = np.flatnonzero(routing.workload)
-        return self._thread.submit(self._run, h, routing, experts, ids).result().y
+        self.start(h, routing, experts, np.flatnonzero(routing.workload))
+        return self.result().y
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._asked.put(None)
+        self._thread.join()
         self.cpu.close()

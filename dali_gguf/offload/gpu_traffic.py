@@ -5,7 +5,7 @@ dropped; a guess waits for the next layer's routing; a fill becomes resident whe
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -81,9 +81,11 @@ class Traffic:
         parts = [(t.data, place) for t, place in zip(tensors, self.slots.parts(row, offset))]
         return Copy(row, expert, offset, kind, parts, free)
 
-    def _start(self, row: int, experts: Iterable[int], kind: str, leave: int) -> list[Copy]:
+    def _start(self, row: int, experts: Sequence[int], kind: str, leave: int) -> list[Copy]:
         """Copies for as many of these experts as there are slots, less `leave`."""
-        copies = []
+        copies: list[Copy] = []
+        if not experts:
+            return copies
         for expert in experts:
             if self.slots.spare(row) <= leave:
                 break
@@ -106,6 +108,8 @@ class Traffic:
         """uint8 [E]: what this step may compute on the device without a new copy. Guesses are
         judged: those not begun are dropped, those not used give their slot back."""
         coming = self.coming[row]
+        if not coming:
+            return self.cache.resident[row]
         guesses = [c for c in coming.values() if c.kind == PREFETCH]
         for copy in self.link.drop(guesses):
             self.counters.add(row, "late" if workload[copy.expert] else "wasted")
@@ -127,6 +131,8 @@ class Traffic:
     def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, list[Copy]]:
         """(experts whose bytes are there, copies of the others still on their way)."""
         coming = self.coming[row]
+        if not coming:
+            return ids, []
         late = [coming[e] for e in ids.tolist() if e in coming and not self.link.arrived(coming[e])]
         missing = {c.expert for c in late}
         ready = np.array([e for e in ids.tolist() if e not in missing], np.int64)
@@ -139,6 +145,8 @@ class Traffic:
     def offsets(self, row: int, ids: np.ndarray) -> np.ndarray:
         """int64 [n]: where the bytes of experts that are there lie."""
         at, coming = self.slots.place[row, ids], self.coming[row]
+        if not coming:
+            return at
         for i in np.flatnonzero(at == NOWHERE).tolist():
             at[i] = coming[int(ids[i])].offset
         return at
@@ -188,6 +196,9 @@ class Traffic:
 
     def adopt(self, row: int, swaps: list[Swap]) -> None:
         """Copied experts that the cache made resident; the other copies give their slots back."""
+        if not (self._done[row] or self.coming[row]):
+            self._event()
+            return
         event, done = self._event(), {c.expert: c for c in self._done[row]}
         for swap in swaps:
             copy = done.pop(swap.load)
@@ -233,6 +244,8 @@ class Traffic:
 
     def new_copy_times(self) -> list[float]:
         """Microseconds of the copies that ended since the last call."""
+        if not self._timed:
+            return []
         ended = [c for c in self._timed if self.link.arrived(c)]
         self._timed = [c for c in self._timed if c.state != DROPPED and c not in ended]
         for copy in ended:

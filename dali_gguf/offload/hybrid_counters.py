@@ -3,33 +3,37 @@
 from collections.abc import Callable
 
 import numpy as np
+from numba import njit
 
 FIELDS = (
-    "steps",
-    "uses",
-    "hits",
-    "misses",
-    "tokens",
-    "tokens_hit",
-    "on_cpu",
-    "on_gpu",
-    "copied",
-    "prefetched",
-    "useful",
-    "late",
-    "wasted",
-    "fills",
-    "adopted",
-    "bytes",
-    "cpu_us",
-    "gpu_us",
-    "link_us",
-    "cpu_waits_us",
-    "gpu_waits_us",
-    "predicted_us",
-    "real_us",
-    "plan_us",
-)
+    "steps", "uses", "hits", "misses", "tokens", "tokens_hit", "on_cpu", "on_gpu", "copied",
+    "predicted_us", "real_us", "plan_us", "prefetched", "useful", "late", "wasted", "fills",
+    "adopted", "bytes", "cpu_us", "gpu_us", "link_us", "cpu_waits_us", "gpu_waits_us",
+)  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _count_uses(workload, here, figures, row):
+    """Adds one step's uses to the fields from "steps" to "tokens_hit"; returns the misses."""
+    uses = hits = tokens = tokens_hit = 0
+    for e in range(workload.size):
+        w = workload[e]
+        if w > 0:
+            uses += 1
+            tokens += w
+            if here[e]:
+                hits += 1
+                tokens_hit += w
+    figures[0, row] += 1
+    figures[1, row] += uses
+    figures[2, row] += hits
+    figures[3, row] += uses - hits
+    figures[4, row] += tokens
+    figures[5, row] += tokens_hit
+    return uses - hits
+
+
+PLANNED = slice(FIELDS.index("on_cpu"), FIELDS.index("predicted_us") + 1)
 
 
 class HybridCounters:
@@ -46,16 +50,14 @@ class HybridCounters:
     def total(self, name: str) -> float:
         return float(self.figures[self._index[name]].sum())
 
-    def uses(self, row: int, workload: np.ndarray, here: np.ndarray) -> None:
-        """One step's experts: workload int64 [E], here bool [E] = in GPU memory when planned."""
-        active = workload > 0
-        hits = active & here
-        self.add(row, "steps")
-        self.add(row, "uses", int(active.sum()))
-        self.add(row, "hits", int(hits.sum()))
-        self.add(row, "misses", int((active & ~here).sum()))
-        self.add(row, "tokens", int(workload.sum()))
-        self.add(row, "tokens_hit", int(workload[hits].sum()))
+    def uses(self, row: int, workload: np.ndarray, here: np.ndarray) -> int:
+        """One step's experts: workload int64 [E], here uint8 [E] = in GPU memory when planned.
+        Returns how many are missing."""
+        return _count_uses(workload, here, self.figures, row)
+
+    def planned(self, row: int, cpu: int, gpu: int, copied: int, predicted_us: float) -> None:
+        """Experts by who computes them."""
+        self.figures[PLANNED, row] += (cpu, gpu, copied, predicted_us)
 
     def waits(self, row: int, cpu_us: float, gpu_us: float) -> None:
         """Finish of both sides of a layer: the earlier one waited. Nothing if only one was used."""

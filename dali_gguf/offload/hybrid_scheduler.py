@@ -8,6 +8,7 @@ the cache is told what was used, and guesses for the next layer go on the link w
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +20,11 @@ from dali_gguf.offload.cpu_part import CpuPart
 from dali_gguf.offload.gpu_slots import GpuSlots
 from dali_gguf.offload.gpu_timer import GpuTimer
 from dali_gguf.offload.gpu_traffic import Traffic
+from dali_gguf.offload.guesser import Gap, Guesser
 from dali_gguf.offload.hybrid_counters import HybridCounters
 from dali_gguf.offload.pays import Pays
-from dali_gguf.offload.placement import Planner
-from dali_gguf.offload.prefetch import Predictor, rank
+from dali_gguf.offload.placement import LayerPlan, Planner
+from dali_gguf.offload.prefetch import Predictor
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.torch_device import TorchDevice
@@ -32,10 +34,7 @@ from dali_gguf.routing import LayerExperts, Routing
 
 PREFILL = 32  # steps of so many tokens count as prefill: the cache is frozen, a ring streams
 NEVER = 1.0  # a margin that no move of a resident can reach
-ROOM = 0.8  # a guess is copied only if this share of its copy fits the gap
-FREE_LINK = 0.95  # CPU speed while copying above which guesses start at routing
-SAMPLE = 64  # tokens of a prefill that predictions look at
-GUESSES, GUESSES_PREFILL = 2, 16
+FREE_LINK = 0.95  # CPU speed while copying above which guesses start without waiting for the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,9 @@ class HybridScheduler(Scheduler):
         super().__init__(device, experts, routers)
         self.layers = sorted(experts)
         self.row = {layer: row for row, layer in enumerate(self.layers)}
-        self.cache, self.predictor, self.model, self.choices = cache, predictor, costs, choices
+        self.cache, self.model, self.choices = cache, costs, choices
         self.known = known  # counts of earlier runs, that this one's are added to
+        self.gap, self.guesser = Gap(), Guesser(predictor, self.layers)
         n_expert = slots.place.shape[1]
         self.planner = Planner(choices.placement, n_expert)
         self.still = Planner("static-hot", n_expert)  # residents on the GPU, nothing is copied
@@ -79,7 +79,6 @@ class HybridScheduler(Scheduler):
         self.timer, self._untimed = GpuTimer(device.device), None
         self.pays = Pays(self._candidates() if choices.adapt else ())
         self.verifier = Verifier(self.cpu, self.traffic) if choices.verify else None
-        self._gap = {False: 0.0, True: 0.0}  # us between two layers' experts, by "is prefill"
         self._left = self._step_began = time.perf_counter()
         self._step_tokens = 0
         self._n_used, self._prompted = 1, False
@@ -90,7 +89,7 @@ class HybridScheduler(Scheduler):
         c = self.choices
         dynamic = c.placement in ("threshold", "greedy", "optimal", "balance")
         names = {
-            "prefetch": self.predictor is not None,
+            "prefetch": self.guesser.predictor is not None,
             "fills": c.expert_cache != "static",
             "moves": c.placement == "threshold",
             "copies": dynamic,
@@ -106,37 +105,35 @@ class HybridScheduler(Scheduler):
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""
         row, began = self.row[layer], time.perf_counter()
         prefill = len(routing.expert_ids) >= PREFILL
-        self._n_used = routing.expert_ids.shape[1]
         self._enter(row, len(routing.expert_ids), prefill, began)
         host = self.device.to_host(h)
-        self._read_times()
         plan = self._plan(row, routing.workload, prefill)
-        used = len(plan.cpu) + len(plan.gpu) + len(plan.copy)
         on_cpu, on_gpu, copy = plan.cpu.copy(), plan.gpu.copy(), deque(plan.copy.tolist())
-        self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
         coming = self.traffic.demand(row, copy)
-        future = None
         if on_cpu.size:
-            future = self.cpu.start(host, routing, self.experts[layer], on_cpu)
-        if self.model.costs.r > FREE_LINK:
-            self._guess(row, host, prefill)
-        y, ready = self._gpu_part(row, h, routing, on_gpu, coming, copy)
-        cpu_us = 0.0
-        if future is not None:
-            result = future.result()
-            cpu_us = result.us
-            y_cpu = self.device.from_host(result.y)
-            y = y_cpu if y is None else y + y_cpu
-            self.model.observe("cpu", routing.workload[on_cpu], cpu_us)
-        self._untimed = (row, routing.workload[ready], cpu_us, on_cpu.size < used)
-        self.counters.add(row, "real_us", (time.perf_counter() - began) * 1e6)
-        self._after(row, host, routing, prefill)
+            self.cpu.start(host, routing, self.experts[layer], on_cpu)
+        self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
+        y = self._gpu_part(row, h, routing, on_gpu, coming, copy)
+        at_once = self.model.costs.r > FREE_LINK
+        later = self._account(row, host, routing, prefill, at_once)
+        if on_cpu.size:
+            y = self._cpu_part(y, routing.workload[on_cpu])
+        for start in later:
+            start()
         if self.verifier is not None:
-            self.verifier.check(
-                layer, row, host, routing, self.experts[layer], self.device.to_host(y)
-            )
+            experts, result = self.experts[layer], self.device.to_host(y)
+            self.verifier.check(layer, row, host, routing, experts, result)
         self._left = time.perf_counter()
+        self.counters.add(row, "real_us", (self._left - began) * 1e6)
         return y
+
+    def _cpu_part(self, y: Array | None, workload: np.ndarray) -> Array:
+        """Waits for the CPU and adds its output. workload [n]: of its experts."""
+        result = self.cpu.result()
+        self._untimed = (*self._untimed[:2], result.us)
+        self.model.observe("cpu", workload, result.us)
+        y_cpu = self.device.from_host(result.y)
+        return y_cpu if y is None else y + y_cpu
 
     def _enter(self, row: int, tokens: int, prefill: bool, now: float) -> None:
         """Measures the gap since the last layer and, at the first layer, the last step."""
@@ -150,26 +147,19 @@ class HybridScheduler(Scheduler):
                 self.traffic.reseat()
             self._step_began, self._step_tokens = now, tokens
         elif tokens == self._step_tokens:
-            gap = (now - self._left) * 1e6
-            self._gap[prefill] += 0.1 * (
-                min(gap, 10 * self._gap[prefill] + 50) - self._gap[prefill]
-            )
+            self.gap.observe((now - self._left) * 1e6, prefill)
         self.traffic.settle()
 
-    def _plan(self, row: int, workload: np.ndarray, prefill: bool):
+    def _plan(self, row: int, workload: np.ndarray, prefill: bool) -> LayerPlan:
         """Who computes what. Guesses that have not begun are dropped first."""
         here = self.traffic.here(row, workload)
-        self.counters.uses(row, workload, here.astype(bool))
-        missing = ((workload > 0) & (here == 0)).any()
+        missing = self.counters.uses(row, workload, here)
         copies = self.traffic.slots.spare(row) > 0 and (prefill or self._uses("copies"))
         margin = self.model.margin() if self._uses("moves") else NEVER
         planner = self.planner if copies or not missing else self.still
-        plan = planner.plan(
-            workload, here, self.model.costs, self.traffic.busy_us(self.model), margin
-        )
-        for name, ids in (("on_cpu", plan.cpu), ("on_gpu", plan.gpu), ("copied", plan.copy)):
-            self.counters.add(row, name, len(ids))
-        self.counters.add(row, "predicted_us", plan.predicted_us)
+        busy = self.traffic.busy_us(self.model)
+        plan = planner.plan(workload, here, self.model.costs, busy, margin)
+        self.counters.planned(row, len(plan.cpu), len(plan.gpu), len(plan.copy), plan.predicted_us)
         return plan
 
     def _gpu_part(
@@ -180,12 +170,17 @@ class HybridScheduler(Scheduler):
         residents: np.ndarray,
         coming: deque[Copy],
         waiting: deque[int],
-    ) -> tuple[Array | None, np.ndarray]:
-        """Residents at once, then what arrives. Returns (y or None, experts that were there)."""
+    ) -> Array | None:
+        """Residents at once, then what arrives."""
+        if not (len(residents) or coming):
+            self._untimed = (row, None, 0.0)
+            return None
+        self._read_times()
         self.timer.begin()
         ready, late = self.traffic.split(row, residents)
         y = self._compute(row, h, routing, ready, self.traffic.offsets(row, ready))
         self.timer.residents_done()
+        self._untimed = (row, routing.workload[ready], 0.0)
         coming.extendleft(late)
         while coming:
             group = self.traffic.next_group(coming)
@@ -196,17 +191,20 @@ class HybridScheduler(Scheduler):
             self.traffic.used(row, group, reuse=bool(waiting))
             coming.extend(self.traffic.demand(row, waiting))
         self.timer.end()
-        return y, ready
+        return y
 
     def _read_times(self) -> None:
-        """What the layer before took on the device."""
+        """What the layer before took on both sides."""
         if self._untimed is None:
             return
-        (row, workload, cpu_us, used_gpu), self._untimed = self._untimed, None
+        (row, workload, cpu_us), self._untimed = self._untimed, None
+        if workload is None:
+            self.counters.waits(row, cpu_us, 0.0)
+            return
         residents_us, gpu_us = self.timer.read()
         if len(workload):
             self.model.observe("gpu", workload, residents_us)
-        self.counters.waits(row, cpu_us, gpu_us if used_gpu else 0.0)
+        self.counters.waits(row, cpu_us, gpu_us)
 
     def _compute(
         self, row: int, h: Array, routing: Routing, ids: np.ndarray, at: np.ndarray
@@ -218,48 +216,42 @@ class HybridScheduler(Scheduler):
 
     # ---- between layers --------------------------------------------------------------------
 
-    def _after(self, row: int, host: np.ndarray, routing: Routing, prefill: bool) -> None:
-        """The cache learns what was used; guesses and fills go where the link would idle."""
+    def _account(
+        self, row: int, host: np.ndarray, routing: Routing, prefill: bool, at_once: bool
+    ) -> list[Callable[[], None]]:
+        """While both sides work: the cache learns what was used, the next layer is predicted.
+        Returns what is to be started once the CPU is done (at_once: it was started already)."""
         costs = self.model.costs
         if self.known is not None:
             self.known.add(row, routing.workload)
         swaps = self.cache.step(row, routing.workload, self.traffic.arrived_for(row), costs)
         self.traffic.adopt(row, [s for s in swaps if s.adopted])
-        if costs.r <= FREE_LINK:
-            self._guess(row, host, prefill)
-        fills = [s for s in swaps if not s.adopted]
-        if fills and self._uses("fills") and self._room(prefill) >= 1:
-            self.traffic.fill(row, fills)
         for us in self.traffic.new_copy_times():
             self.model.observe("copy", 1, us)
+        later: list[Callable[[], None]] = []
+        room, guesses = self.gap.room(prefill, costs) - self.traffic.link.waiting(), []
+        if prefill or self._uses("prefetch"):
+            guesses = self.guesser.guess(row, host, prefill, room, self.traffic.near, costs)
+        if guesses:
+            later.append(lambda: self.traffic.prefetch(row + 1, guesses))
+        fills = [s for s in swaps if not s.adopted]
+        if fills and self._uses("fills") and room > len(guesses):
+            later.append(lambda: self.traffic.fill(row, fills))
+        if not at_once:
+            return later
+        for start in later:
+            start()
+        return []
 
     def _means(self) -> np.ndarray:
-        """float32 [L - 1, D]: the predictor's residual means, or those of earlier runs."""
-        if self.predictor is not None and self.choices.prefetch in ("residual", "linear"):
-            return np.stack([self.predictor.mean[layer] for layer in self.layers[:-1]])
-        if self.known.means is not None:
-            return self.known.means
-        width = self.experts[self.layers[0]].gate[0].cols
-        return np.zeros((len(self.layers) - 1, width), np.float32)
-
-    def _room(self, prefill: bool) -> int:
-        """Copies that fit the gap before the next layer, less those already on the link."""
-        t = max(self.model.costs.t, 1e-3)
-        return int(self._gap[prefill] / (ROOM * t)) - self.traffic.link.waiting()
-
-    def _guess(self, row: int, host: np.ndarray, prefill: bool) -> None:
-        """Predicts the next layer's workload and starts the most valuable copies that fit."""
-        if self.predictor is None or not (prefill or self._uses("prefetch")):
-            return
-        layer, sample = self.layers[row], host[-SAMPLE:]
-        self.predictor.learn(layer, sample)
-        most = min(GUESSES_PREFILL if prefill else GUESSES, self._room(prefill))
-        if row + 1 == len(self.layers) or most < 1:
-            return
-        predicted = self.predictor.predict(layer, sample)
-        if predicted is not None:
-            best = rank(predicted, self.traffic.near(row + 1), self.model.costs)
-            self.traffic.prefetch(row + 1, [expert for expert, _ in best[:most]])
+        """float32 [L - 1, D] to keep: of this run, or of earlier ones."""
+        means = self.guesser.means()
+        if means is None:
+            means = self.known.means
+        if means is None:
+            width = self.experts[self.layers[0]].gate[0].cols
+            means = np.zeros((len(self.layers) - 1, width), np.float32)
+        return means
 
     # ---- the rest of the seam --------------------------------------------------------------
 
