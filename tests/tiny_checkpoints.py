@@ -51,6 +51,7 @@ def write_sentencepiece(folder: Path) -> None:
         inner = field(1, 2, bytes([len(utf8)]) + utf8) + field(2, 5, np.float32(score).tobytes())
         inner += field(3, 0, bytes([kind]))
         raw += field(1, 2, bytes([len(inner)]) + inner)
+    raw += field(2, 2, b"\x03\x98\x02\x01")  # trainer_spec.byte_fallback = true
     (folder / "tokenizer.model").write_bytes(raw)
 
 
