@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dali_gguf.offload import event_sim, hardware_profile, simulate, synthetic
+from dali_gguf.offload import event_sim, event_state, hardware_profile, simulate, synthetic
 from dali_gguf.offload import trace as traces
 from dali_gguf.offload.simulate import Policy, Setting
 
@@ -12,37 +12,59 @@ C, G = np.array([0.0, 60.0]), np.array([0.0, 10.0])
 
 def two_layers(t=80.0, r=1.0, prefetch=0, gap=False):
     """Two layers, one miss in each, attention 100, c 60, g 10."""
-    run = event_sim.Run(
-        placement=5, place_margin=0.0, cache=0, decay=1.0, window=1, most=1, hysteresis=1.0,
-        cache_margin=0.0, most_fills=0, prefetch=prefetch, gap=gap, room=0.8, t=t, r=r, plan_r=r,
-        h_cpu=0.0, attention=100.0, routing=0.0, head=0.0, predict=0.0, log_step=0,
+    run = event_state.Run(
+        placement=5,
+        place_margin=0.0,
+        cache=0,
+        decay=1.0,
+        window=1,
+        most=1,
+        hysteresis=1.0,
+        cache_margin=0.0,
+        most_fills=0,
+        prefetch=prefetch,
+        gap=gap,
+        room=0.8,
+        t=t,
+        r=r,
+        plan_r=r,
+        h_cpu=0.0,
+        attention=100.0,
+        routing=0.0,
+        head=0.0,
+        predict=0.0,
+        log_step=0,
     )
     ids = np.array([[[1], [1]]], np.int16)
-    state = event_sim.new_state(np.array([[1, 0], [1, 0]]), np.zeros((2, 2)))
+    state = event_state.new_state(np.array([[1, 0], [1, 0]]), np.zeros((2, 2)))
     event_sim.simulate(run, state, ids, ids, C, G, np.zeros(1))
     return state
 
 
-@pytest.mark.parametrize(("settings", "total", "useful"), [
-    ({}, 320, 0),
-    ({"prefetch": 1}, 270, 1),
-    ({"prefetch": 1, "r": 0.5}, 310, 1),
-    ({"prefetch": 1, "gap": True}, 270, 1),
-    ({"prefetch": 1, "gap": True, "r": 0.5}, 270, 1),
-    ({"prefetch": 1, "gap": True, "t": 300.0}, 320, 0),
-], ids=["none", "at routing", "slowed", "in the gap", "in the gap, slowed", "does not fit"])
+@pytest.mark.parametrize(
+    ("settings", "total", "useful"),
+    [
+        ({}, 320, 0),
+        ({"prefetch": 1}, 270, 1),
+        ({"prefetch": 1, "r": 0.5}, 310, 1),
+        ({"prefetch": 1, "gap": True}, 270, 1),
+        ({"prefetch": 1, "gap": True, "r": 0.5}, 270, 1),
+        ({"prefetch": 1, "gap": True, "t": 300.0}, 320, 0),
+    ],
+    ids=["none", "at routing", "slowed", "in the gap", "in the gap, slowed", "does not fit"],
+)
 def test_hand_case_of_two_layers(settings, total, useful):
     state = two_layers(**settings)
-    found = dict(zip(event_sim.TOTALS, state.totals))
+    found = dict(zip(event_state.TOTALS, state.totals))
     assert (found["time"], found["useful"]) == (total, useful)
     assert found["uses"] == 2 and found["hits"] == 0
 
 
 def test_log_has_every_part():
     state = two_layers(prefetch=1, gap=True)
-    log = state.log[: int(state.at[event_sim.N_LOG])]
+    log = state.log[: int(state.at[event_state.N_LOG])]
     kinds = [int(k) for k in log[:, 0]]
-    assert kinds.count(event_sim.LOG_ATTENTION) == 2 and event_sim.LOG_PREFETCH in kinds
+    assert kinds.count(event_state.LOG_ATTENTION) == 2 and event_state.LOG_PREFETCH in kinds
     assert (log[:, 3] > log[:, 2]).all()
 
 
@@ -52,16 +74,18 @@ def made():
     trace, predicted = synthetic.qwen3_like(3, 16, 48, n_expert=32, n_used=4)
     first, rest = traces.select(trace, range(8)), traces.select(trace, range(8, 16))
     order = traces.decode_order(rest, 8)
-    predicted = predicted[trace.starts[8]:]
+    predicted = predicted[trace.starts[8] :]
     return first.counts(), traces.step_ids(rest.ids, order), traces.step_ids(predicted, order)
 
 
 def run_all(made, name, share=0.4, prefill=False):
     counts, ids, predicted = made
-    setting = Setting(hardware_profile.hardware(name), hardware_profile.shape("qwen3-30b"), share, 8,
-                      prefill)
-    return {p.name: simulate.simulate(p, setting, ids, predicted, counts)
-            for p in simulate.policies()}
+    setting = Setting(
+        hardware_profile.hardware(name), hardware_profile.shape("qwen3-30b"), share, 8, prefill
+    )
+    return {
+        p.name: simulate.simulate(p, setting, ids, predicted, counts) for p in simulate.policies()
+    }
 
 
 @pytest.mark.parametrize("name", hardware_profile.names())

@@ -58,8 +58,9 @@ def test_belady_is_never_beaten_by_expert():
 @pytest.mark.parametrize("policy", cache.POLICIES)
 def test_slots_never_change_in_number(policy):
     rng = np.random.default_rng(1)
-    store = ExpertCache(np.eye(2, 12, dtype=np.uint8) + np.eye(2, 12, 4, dtype=np.uint8),
-                        cache.settings(policy))
+    store = ExpertCache(
+        np.eye(2, 12, dtype=np.uint8) + np.eye(2, 12, 4, dtype=np.uint8), cache.settings(policy)
+    )
     for _ in range(200):
         for layer in range(2):
             workload = np.bincount(rng.integers(0, 12, 4), minlength=12)

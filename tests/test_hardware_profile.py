@@ -8,11 +8,16 @@ from dali_gguf.offload import hardware_profile as hw
 from dali_gguf.offload import simulate
 
 
-@pytest.mark.parametrize(("name", "r", "t", "c1", "g1"), [
-    ("rtx3060-12g", 0.47, 124, 78, 13), ("rtx3090-epyc", 1.0, 123, 53, 6),
-    ("rtx4060-laptop", 1.0, 252, 63, 18), ("rtx4090", 0.79, 124, 48, 6),
-    ("rtx5090", 0.46, 64, 40, 4),
-])
+@pytest.mark.parametrize(
+    ("name", "r", "t", "c1", "g1"),
+    [
+        ("rtx3060-12g", 0.47, 124, 78, 13),
+        ("rtx3090-epyc", 1.0, 123, 53, 6),
+        ("rtx4060-laptop", 1.0, 252, 63, 18),
+        ("rtx4090", 0.79, 124, 48, 6),
+        ("rtx5090", 0.46, 64, 40, 4),
+    ],
+)
 def test_costs_of_a_qwen3_expert(name, r, t, c1, g1):
     """The published table of the study, in microseconds."""
     machine = hw.hardware(name)
@@ -42,9 +47,11 @@ def test_own_profile_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(text + "routing = 5 # quick\n")
     assert hw.hardware(str(path)).routing == 5
-    for change, message in ((text.replace("vram", "wram"), "lacks vram"),
-                            (text + "speed = 3\n", "unknown key speed"),
-                            (text + "link\n", "line 10: 'link' is not key = number")):
+    for change, message in (
+        (text.replace("vram", "wram"), "lacks vram"),
+        (text + "speed = 3\n", "unknown key speed"),
+        (text + "link\n", "line 10: 'link' is not key = number"),
+    ):
         path = tmp_path / f"{len(change)}{message[:3]}.toml"
         path.write_text(change)
         with pytest.raises(InputError, match=message):

@@ -25,15 +25,25 @@ def span(miss, res, c, policy):
     return placement.plan(miss, res, c, policy=policy)[2]
 
 
-@pytest.mark.parametrize(("miss", "res", "c", "answers"), [
-    ([1] * 4, [], FLAT, {"threshold": 19, "all-cpu": 40, "all-gpu": 25, "optimal": 19}),
-    ([1] * 4, [], SLOWED, {"threshold": 19, "greedy": 26, "optimal": 19}),
-    ([8, 1, 1], [], costs(lambda w: 2 * w, lambda w: 1, 5), {"threshold": 6, "optimal": 6}),
-    ([1, 1], [1] * 3, costs(lambda w: 8, lambda w: 1, 2), {"threshold": 5, "greedy": 8}),
-    ([], [1] * 6, costs(lambda w: 6, lambda w: 4, 50), {"threshold": 16, "all-gpu": 24}),
-    ([21, 8, 1], [], STEEP, {"threshold": 30.6, "optimal": 21.2}),
-], ids=["four misses", "slowed by the link", "one large miss", "residents and misses",
-        "too many residents", "where threshold is not optimal"])
+@pytest.mark.parametrize(
+    ("miss", "res", "c", "answers"),
+    [
+        ([1] * 4, [], FLAT, {"threshold": 19, "all-cpu": 40, "all-gpu": 25, "optimal": 19}),
+        ([1] * 4, [], SLOWED, {"threshold": 19, "greedy": 26, "optimal": 19}),
+        ([8, 1, 1], [], costs(lambda w: 2 * w, lambda w: 1, 5), {"threshold": 6, "optimal": 6}),
+        ([1, 1], [1] * 3, costs(lambda w: 8, lambda w: 1, 2), {"threshold": 5, "greedy": 8}),
+        ([], [1] * 6, costs(lambda w: 6, lambda w: 4, 50), {"threshold": 16, "all-gpu": 24}),
+        ([21, 8, 1], [], STEEP, {"threshold": 30.6, "optimal": 21.2}),
+    ],
+    ids=[
+        "four misses",
+        "slowed by the link",
+        "one large miss",
+        "residents and misses",
+        "too many residents",
+        "where threshold is not optimal",
+    ],
+)
 def test_hand_answers(miss, res, c, answers):
     assert {p: span(miss, res, c, p) for p in answers} == pytest.approx(answers)
 
@@ -57,7 +67,7 @@ def brute(miss, res, c, link_busy=0.0):
     best, n = np.inf, len(miss) + len(res)
     for bits in itertools.product((0, 1), repeat=n):
         copies = sorted((w for w, b in zip(miss, bits) if b), reverse=True)
-        gpu = sum(c.g[w] for w, b in zip(res, bits[len(miss):]) if b)
+        gpu = sum(c.g[w] for w, b in zip(res, bits[len(miss) :]) if b)
         work = sum(c.c[w] for w, b in zip([*miss, *res], bits) if not b)
         link = link_busy
         for w in copies:
@@ -69,7 +79,8 @@ def brute(miss, res, c, link_busy=0.0):
 
 
 SHAPES = {
-    "flat": (lambda w: 1 + w, lambda w: 0.3), "affine": (lambda w: 1 + w, lambda w: 0.3 + 0.15 * w),
+    "flat": (lambda w: 1 + w, lambda w: 0.3),
+    "affine": (lambda w: 1 + w, lambda w: 0.3 + 0.15 * w),
     "convex": (lambda w: max(4, w), lambda w: max(1, 0.2 * w)),
     "steep": (lambda w: 0.2 + w, lambda w: 0.2 + w),
 }
@@ -111,17 +122,22 @@ def test_optimal_against_highs():
             row[n] = 1
             rows.append(row)
             low.append(0)
-        answer = milp(np.r_[np.zeros(n), 1], integrality=np.r_[np.ones(n), 0],
-                      constraints=LinearConstraint(np.array(rows), low, np.inf),
-                      bounds=Bounds(np.zeros(n + 1), np.r_[np.ones(n), np.inf]),
-                      options={"mip_rel_gap": 1e-7, "time_limit": 20})
+        answer = milp(
+            np.r_[np.zeros(n), 1],
+            integrality=np.r_[np.ones(n), 0],
+            constraints=LinearConstraint(np.array(rows), low, np.inf),
+            bounds=Bounds(np.zeros(n + 1), np.r_[np.ones(n), np.inf]),
+            options={"mip_rel_gap": 1e-7, "time_limit": 20},
+        )
         assert span(miss, res, c, "optimal") == pytest.approx(answer.x[-1], rel=1e-5)
 
 
 def test_threshold_on_realistic_costs():
     """At most 2 % from the optimum on every instance of a slow link and a compute-bound CPU."""
     rng = np.random.default_rng(2)
-    c = costs(lambda w: max(78, 25 * w), lambda w: max(13, 2 + 0.6 * w), 124, r=0.47, h_cpu=25, n=600)
+    c = costs(
+        lambda w: max(78, 25 * w), lambda w: max(13, 2 + 0.6 * w), 124, r=0.47, h_cpu=25, n=600
+    )
     ratios = {"threshold": [], "greedy": []}
     for _ in range(150):
         tokens = int(2 ** rng.uniform(0, 9))

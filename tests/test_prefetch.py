@@ -6,7 +6,12 @@ import pytest
 from dali_gguf.errors import InputError
 from dali_gguf.offload.cost import Costs
 from dali_gguf.offload.prefetch import (
-    Predictor, RouterMap, count_top, fit_linear, linear_features, rank,
+    Predictor,
+    RouterMap,
+    count_top,
+    fit_linear,
+    linear_features,
+    rank,
 )
 
 RNG = np.random.default_rng(0)
@@ -94,8 +99,13 @@ def test_frequency_and_unknown():
 
 
 def test_choice_bias_ranks():
-    router = RouterMap(WEIGHTS[2], A, bias=np.ones(E, np.float32), sigmoid=True,
-                       correction=np.eye(E, dtype=np.float32)[6] * 9)
+    router = RouterMap(
+        WEIGHTS[2],
+        A,
+        bias=np.ones(E, np.float32),
+        sigmoid=True,
+        correction=np.eye(E, dtype=np.float32)[6] * 9,
+    )
     assert (router.ranking(hidden(8)).argmax(1) == 6).all()
     soft = RouterMap(WEIGHTS[2], A, correction=np.zeros(E, np.float32))
     assert soft.ranking(hidden(3)).sum(1) == pytest.approx(1)

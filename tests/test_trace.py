@@ -13,11 +13,18 @@ def make(lengths=(6, 4, 6, 4), documents=(0, 0, 1, 1), n_layer=2, n_used=2, n_ex
     n = sum(lengths)
     ids = rng.permuted(np.tile(np.arange(n_expert, dtype=np.int16), (n, n_layer, 1)), axis=2)
     return Trace(
-        np.ascontiguousarray(ids[..., :n_used]), np.full((n, n_layer, n_used), 0.5, np.float16),
-        np.cumsum([0, *lengths]), np.array(documents, np.int32),
+        np.ascontiguousarray(ids[..., :n_used]),
+        np.full((n, n_layer, n_used), 0.5, np.float16),
+        np.cumsum([0, *lengths]),
+        np.array(documents, np.int32),
         rng.standard_normal((n, n_layer, d)).astype(np.float16),
         rng.standard_normal((n_layer, n_expert, d)).astype(np.float32),
-        np.zeros((n_layer, n_expert), np.float32), n_expert, d, 7, 99, "toy.gguf",
+        np.zeros((n_layer, n_expert), np.float32),
+        n_expert,
+        d,
+        7,
+        99,
+        "toy.gguf",
     )
 
 
@@ -41,9 +48,20 @@ def test_split_takes_some_of_every_document():
 def test_orders_and_workload():
     trace = make()
     order = traces.decode_order(trace, 2)
-    assert order.tolist() == [[0, 6], [1, 7], [2, 8], [3, 9], [10, 16], [11, 17], [12, 18], [13, 19]]
+    assert order.tolist() == [
+        [0, 6],
+        [1, 7],
+        [2, 8],
+        [3, 9],
+        [10, 16],
+        [11, 17],
+        [12, 18],
+        [13, 19],
+    ]
     ids = traces.step_ids(trace.ids, order)
-    assert ids.shape == (8, 2, 4) and sorted(ids[0, 1]) == sorted([*trace.ids[0, 1], *trace.ids[6, 1]])
+    assert ids.shape == (8, 2, 4) and sorted(ids[0, 1]) == sorted(
+        [*trace.ids[0, 1], *trace.ids[6, 1]]
+    )
     workload = traces.step_workload(ids, 5)
     assert workload.sum() == ids.size and (workload.sum(2) == 4).all()
     assert traces.prefill_order(trace, 6).shape == (3, 6)
@@ -63,8 +81,13 @@ def write(tmp_path, rows):
 
 
 def test_csv_of_batched_decode(tmp_path):
-    rows = [(s, layer, t, (s + t + layer + k) % 4, 0.5)
-            for s in range(3) for layer in range(2) for t in range(2) for k in range(2)]
+    rows = [
+        (s, layer, t, (s + t + layer + k) % 4, 0.5)
+        for s in range(3)
+        for layer in range(2)
+        for t in range(2)
+        for k in range(2)
+    ]
     trace = traces.load(write(tmp_path, rows))
     assert trace.ids.shape == (6, 2, 2) and trace.n_sequence == 2 and trace.n_expert == 4
     assert set(trace.ids[1, 0]) == {1, 2}  # sequence 0, step 1

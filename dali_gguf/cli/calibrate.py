@@ -31,8 +31,9 @@ def run(args: argparse.Namespace) -> int:
             if stored is not None:
                 show(stored, "stored")
                 return 0
-        profile = calibrate(engine, threads, gpu, name,
-                            lambda text: print(f"calibrate: {text} ..", file=sys.stderr))
+        profile = calibrate(
+            engine, threads, gpu, name, lambda text: print(f"calibrate: {text} ..", file=sys.stderr)
+        )
     path = cost_store.save(profile)
     show(profile, f"kept in {path}")
     return 0
@@ -58,7 +59,9 @@ def show(p: cost_store.Profile, where: str) -> None:
     if p.gpu_us:
         print("on the GPU, us      " + "".join(f"{x:9.1f}" for x in p.gpu_us))
         print(f"one copy {p.copy_us:.0f} us; the CPU keeps {p.r:.0%} of its speed meanwhile")
-    print(f"using the CPU in a layer {p.h_cpu:.1f} us; a token outside its experts {p.dense_us:.0f} us")
+    print(
+        f"the CPU's part of a layer {p.h_cpu:.1f} us; a token without experts {p.dense_us:.0f} us"
+    )
     if p.disk_bandwidth:
         print(f"disk {p.disk_bandwidth / 1e9:.2f} GB/s (direct reads)")
     print(where)

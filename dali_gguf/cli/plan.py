@@ -1,4 +1,4 @@
-"""`dali-gguf plan`: what of a model would go where, how fast it should be, whether it caches well."""
+"""`dali-gguf plan`: what of a model goes where, how fast it should be, whether it caches well."""
 
 import argparse
 import os
@@ -13,7 +13,13 @@ from dali_gguf.config import ModelConfig
 from dali_gguf.errors import InputError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.offload import (
-    cacheability, cost_store, counts_file, disk_forecast, disk_tier, forecast, vram,
+    cacheability,
+    cost_store,
+    counts_file,
+    disk_forecast,
+    disk_tier,
+    forecast,
+    vram,
 )
 from dali_gguf.offload import trace as traces
 from dali_gguf.offload.budget import show_size
@@ -28,7 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vram", type=size, metavar="SIZE", help="GPU memory to plan for, like 6G; default: none")
     add("--ram", metavar="SIZE", help="main memory, like 16G; default: what is free")
     add("-c", "--ctx-size", type=whole(1), default=4096, metavar="N", help="context (4096)")
-    add("-b", "--batch-size", type=whole(1), default=512, metavar="N", help="tokens of a prefill step")
+    add(
+        "-b",
+        "--batch-size",
+        type=whole(1),
+        default=512,
+        metavar="N",
+        help="tokens of a prefill step",
+    )
     add("--kv-type", choices=("f16", "q8_0", "f32"), default="f16", help="f16")
     add("-t", "--threads", type=whole(1), metavar="N", help="of the stored profile; default: all")
     add("--trace", metavar="FILE", help="routing trace of the model, for how well it caches")
@@ -38,13 +51,24 @@ def run(args: argparse.Namespace) -> int:
     path = model_path(args)
     with GGUFFile.open(path) as file:
         config = models.read_config(file)
-        print(f"{path.name}: {config.n_layer} layers, {config.experts.n_expert} experts, "
-              f"{config.experts.n_used} used")
+        print(
+            f"{path.name}: {config.n_layer} layers, {config.experts.n_expert} experts, "
+            f"{config.experts.n_used} used"
+        )
         card = gpu_plan(args, file, config)
-        memory = disk_tier.plan_model(file, config, disk_tier.room_for(args.ram), args.ctx_size, 1,
-                                      args.batch_size, args.kv_type)
-        print(f"main memory {memory.line()}; KV cache {show_size(memory.demand.kv)}, weights outside "
-              f"the experts {show_size(memory.demand.dense)}")
+        memory = disk_tier.plan_model(
+            file,
+            config,
+            disk_tier.room_for(args.ram),
+            args.ctx_size,
+            1,
+            args.batch_size,
+            args.kv_type,
+        )
+        print(
+            f"main memory {memory.line()}; KV cache {show_size(memory.demand.kv)}, weights outside "
+            f"the experts {show_size(memory.demand.dense)}"
+        )
         if not config.experts.n_expert:
             print("no experts: nothing to place")
             return 0
@@ -60,21 +84,28 @@ def gpu_plan(args: argparse.Namespace, file: GGUFFile, config: ModelConfig):
     if args.vram is None:
         print("GPU: none planned (--vram 6G plans for one)")
         return None
-    card = vram.plan_model(file.tensors, config, args.vram, args.ctx_size, 1, args.batch_size,
-                           args.kv_type)
+    card = vram.plan_model(
+        file.tensors, config, args.vram, args.ctx_size, 1, args.batch_size, args.kv_type
+    )
     if not card.fits:
         need = show_size(card.dense + card.kv + card.scratch)
-        raise InputError(f"--vram {show_size(args.vram)} is too small: weights outside the experts, "
-                         f"KV cache and scratch need {need}; give more, or less -c")
+        raise InputError(
+            f"--vram {show_size(args.vram)} is too small: weights outside the experts, "
+            f"KV cache and scratch need {need}; give more, or less -c"
+        )
     print(card.line(config.experts.n_expert))
     return card
 
 
-def read_trace(args: argparse.Namespace, file: GGUFFile, config: ModelConfig) -> traces.Trace | None:
+def read_trace(
+    args: argparse.Namespace, file: GGUFFile, config: ModelConfig
+) -> traces.Trace | None:
     if args.trace is None:
         return None
     trace = traces.load(Path(args.trace))
-    trace.check_model(len(expert_layers(file)), config.experts.n_expert, config.experts.n_used, "the model")
+    trace.check_model(
+        len(expert_layers(file)), config.experts.n_expert, config.experts.n_used, "the model"
+    )
     return trace
 
 
@@ -102,20 +133,26 @@ def caching(config: ModelConfig, trace, counts, slots: int | None) -> None:
     if trace is None:
         print(" (stored counts)")
         return
-    print(f"; a token's expert was the last token's {cacheability.reuse(trace):.1f} times as often as "
-          "by chance")
+    print(
+        f"; an expert is used again by the next token {cacheability.reuse(trace):.1f} times as "
+        "often as "
+        "by chance"
+    )
     slots = slots or round(0.4 * counts.size)
     rates = cacheability.hits(trace, slots)
-    print(f"hits with {slots / counts.size:.0%} resident, batch 1: "
-          + ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
+    print(
+        f"hits with {slots / counts.size:.0%} resident, batch 1: "
+        + ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items())
+    )
 
 
 def speed(args, file, config, card, memory, trace, counts) -> None:
     """Predicted tokens per second from the stored profile."""
     ids = trace.ids[:1024] if trace is not None else None
     if memory.streams:
-        known = disk_forecast.forecast(memory, file.tensors, config.experts.n_expert,
-                                       config.experts.n_used, counts, ids)
+        known = disk_forecast.forecast(
+            memory, file.tensors, config.experts.n_expert, config.experts.n_used, counts, ids
+        )
         print("\n".join(known.lines()))
         return
     shape = cost_store.shape_of_file(file.tensors, expert_layers(file)[0], config.experts.n_expert)

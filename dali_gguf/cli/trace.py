@@ -16,13 +16,22 @@ HELP = "record a model's routing on a text"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser)
-    add("-f", "--file", metavar="TEXT", help="text to read, documents separated by form feeds; "
-        "default: a text of twelve kinds that comes with the package")
+    add(
+        "-f",
+        "--file",
+        metavar="TEXT",
+        help="text to read, documents separated by form feeds; "
+        "default: a text of twelve kinds that comes with the package",
+    )
     add("-o", "--output", metavar="FILE", help="trace file to write, t.npz")
     add("--length", type=whole(2), default=512, metavar="N", help="tokens of a sequence (512)")
     add("-t", "--threads", type=whole(1), metavar="N", help="default: all cores")
-    add("--counts", action="store_true", help="also keep counts, residual means and linear maps "
-        "beside the model, so that the next run starts warm")
+    add(
+        "--counts",
+        action="store_true",
+        help="also keep counts, residual means and linear maps "
+        "beside the model, so that the next run starts warm",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,9 +45,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"counts of {len(recorded.ids)} tokens: {where}", file=sys.stderr)
     if args.output:
         trace.save(recorded, args.output)
-        print(f"trace of {len(recorded.ids)} tokens in {recorded.n_sequence} sequences, "
-              f"{recorded.n_layer} layers of {recorded.n_expert} experts: {args.output}",
-              file=sys.stderr)
+        print(
+            f"trace of {len(recorded.ids)} tokens in {recorded.n_sequence} sequences, "
+            f"{recorded.n_layer} layers of {recorded.n_expert} experts: {args.output}",
+            file=sys.stderr,
+        )
     return 0
 
 

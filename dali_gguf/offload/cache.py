@@ -72,30 +72,44 @@ class ExpertCache:
         self._swaps = np.empty((2 * n_expert, 2), np.int64)
 
     def seed(self, counts: np.ndarray, tokens_per_step: float = 1.0) -> None:
-        """Starts the scores as if the shares in counts [L, E] had been seen for ever: share * uses a
-        step / (1 - decay). Only for scores that decay; others start empty."""
+        """Starts the scores as if the shares in counts [L, E] had been seen for ever: share * uses
+        a step / (1 - decay). Only for scores that decay; others start empty."""
         if self.settings.policy != "decayed":
             return
         total = np.maximum(counts.sum(1, keepdims=True), 1e-9)
         horizon = tokens_per_step / (1 - self.settings.decay)
         self.score = counts / total * horizon * self.unit[:, None]
 
-    def step(self, layer: int, workload: np.ndarray, arrived=(),
-             costs: Costs | None = None) -> list[Swap]:
+    def step(
+        self, layer: int, workload: np.ndarray, arrived=(), costs: Costs | None = None
+    ) -> list[Swap]:
         """Counts workload int64 [E] and returns the swaps it calls for, the most valuable first.
         arrived: experts whose bytes were copied to the device for this step."""
         s, n = self.settings, 0
         state = (self.resident, self.score, self.last)
-        rules.account(self.code, layer, workload, s.decay, self.score, self.last, self.unit,
-                      self.clock)
+        rules.account(
+            self.code, layer, workload, s.decay, self.score, self.last, self.unit, self.clock
+        )
         if self.frozen or self.code == rules.STATIC:
             return []
         if len(arrived):
             here = np.zeros(workload.size, np.uint8)
             here[arrived] = 1
             n = rules.adopt(self.code, layer, workload, here, *state, self.clock, self._swaps, 0)
-        m = rules.fills(self.code, layer, workload, s.window, s.most, s.hysteresis, s.margin,
-                        *state, self.unit, self.clock, self._swaps, n)
+        m = rules.fills(
+            self.code,
+            layer,
+            workload,
+            s.window,
+            s.most,
+            s.hysteresis,
+            s.margin,
+            *state,
+            self.unit,
+            self.clock,
+            self._swaps,
+            n,
+        )
         return [self._swap(layer, *self._swaps[i], i < n, costs) for i in range(m)]
 
     def expected_uses(self, layer: int, expert: int) -> float:
@@ -118,8 +132,12 @@ class ExpertCache:
         return Swap(int(load), int(evict), gain * per_use, adopted)
 
 
-def hit_rates(workload: np.ndarray, resident: np.ndarray, settings: CacheSettings,
-              counts: np.ndarray | None = None) -> dict[str, float]:
+def hit_rates(
+    workload: np.ndarray,
+    resident: np.ndarray,
+    settings: CacheSettings,
+    counts: np.ndarray | None = None,
+) -> dict[str, float]:
     """Replays workload [S, L, E] from residents [L, E], every fill done at once (no link).
     hits by expert and by token, fills per use. policy "belady" knows the future."""
     totals = np.zeros(5)
@@ -131,8 +149,24 @@ def hit_rates(workload: np.ndarray, resident: np.ndarray, settings: CacheSetting
         if counts is not None:
             cache.seed(counts, workload.sum(2).mean())
         for layer in range(workload.shape[1]):
-            rules.replay(cache.code, layer, np.ascontiguousarray(workload[:, layer]), s.decay,
-                         s.window, s.most, s.hysteresis, s.margin, cache.resident, cache.score,
-                         cache.last, cache.unit, cache.clock, totals)
-    return {"by_expert": totals[0] / totals[1], "by_token": totals[2] / totals[3],
-            "fills_per_use": totals[4] / totals[1]}
+            rules.replay(
+                cache.code,
+                layer,
+                np.ascontiguousarray(workload[:, layer]),
+                s.decay,
+                s.window,
+                s.most,
+                s.hysteresis,
+                s.margin,
+                cache.resident,
+                cache.score,
+                cache.last,
+                cache.unit,
+                cache.clock,
+                totals,
+            )
+    return {
+        "by_expert": totals[0] / totals[1],
+        "by_token": totals[2] / totals[3],
+        "fills_per_use": totals[4] / totals[1],
+    }

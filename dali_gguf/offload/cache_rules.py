@@ -79,8 +79,22 @@ def adopt(code, layer, workload, arrived, resident, score, last, clock, swaps, n
 
 
 @njit(cache=True, nogil=True)
-def fills(code, layer, workload, window, most, hysteresis, margin, resident, score, last, unit,
-          clock, swaps, n):
+def fills(
+    code,
+    layer,
+    workload,
+    window,
+    most,
+    hysteresis,
+    margin,
+    resident,
+    score,
+    last,
+    unit,
+    clock,
+    swaps,
+    n,
+):
     """Copies worth making for later steps: appends (load, evict) to swaps, residency unchanged.
 
     LRU, LFU, LFRU: every miss, for the lowest resident not used now. decayed: up to `most` swaps
@@ -89,7 +103,9 @@ def fills(code, layer, workload, window, most, hysteresis, margin, resident, sco
     start again."""
     if code == STATIC or (code == WORKLOAD and clock[layer] % window):
         return n
-    here = resident[layer].copy()
+    here = np.empty(workload.size, np.uint8)
+    for e in range(workload.size):
+        here[e] = resident[layer, e]
     by_miss = code == LRU or code == LFU or code == LFRU
     for _ in range(workload.size if by_miss else most):
         load, evict, high, low = -1, -1, -np.inf, np.inf
@@ -109,13 +125,28 @@ def fills(code, layer, workload, window, most, hysteresis, margin, resident, sco
         swaps[n, 0], swaps[n, 1] = load, evict
         n += 1
     if code == WORKLOAD:
-        score[layer] = 0.0
+        for e in range(workload.size):
+            score[layer, e] = 0.0
     return n
 
 
 @njit(cache=True, nogil=True)
-def replay(code, layer, workload, decay, window, most, hysteresis, margin, resident, score, last,
-           unit, clock, totals):
+def replay(
+    code,
+    layer,
+    workload,
+    decay,
+    window,
+    most,
+    hysteresis,
+    margin,
+    resident,
+    score,
+    last,
+    unit,
+    clock,
+    totals,
+):
     """One layer's trace workload [S, E] with every fill done at once: a cache without a link, as
     caches are compared. Adds to totals float64 [5]: hits, uses, token hits, tokens, fills."""
     n_expert = workload.shape[1]
@@ -130,8 +161,22 @@ def replay(code, layer, workload, decay, window, most, hysteresis, margin, resid
                     totals[0] += 1
                     totals[2] += w[e]
         account(code, layer, w, decay, score, last, unit, clock)
-        n = fills(code, layer, w, window, most, hysteresis, margin, resident, score, last, unit,
-                  clock, swaps, 0)
+        n = fills(
+            code,
+            layer,
+            w,
+            window,
+            most,
+            hysteresis,
+            margin,
+            resident,
+            score,
+            last,
+            unit,
+            clock,
+            swaps,
+            0,
+        )
         for i in range(n):
             resident[layer, swaps[i, 0]], resident[layer, swaps[i, 1]] = 1, 0
         totals[4] += n

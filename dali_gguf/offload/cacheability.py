@@ -36,8 +36,10 @@ def hits(trace: Trace, slots: int) -> dict[str, float]:
     resident = placement.resident_hot(counts, slots)
     order = traces.decode_order(evaluation, 1)
     workload = traces.step_workload(traces.step_ids(evaluation.ids, order), trace.n_expert)
-    return {name: float(cache.hit_rates(workload, resident, _settings(name), counts)["by_expert"])
-            for name in POLICIES}
+    return {
+        name: float(cache.hit_rates(workload, resident, _settings(name), counts)["by_expert"])
+        for name in POLICIES
+    }
 
 
 def _settings(name: str) -> CacheSettings:

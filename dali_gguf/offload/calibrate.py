@@ -33,8 +33,9 @@ class TimedScheduler:
         return y
 
 
-def calibrate(engine, threads: int, gpu: Device | None = None, gpu_name: str = "",
-              say=lambda text: None) -> Profile:
+def calibrate(
+    engine, threads: int, gpu: Device | None = None, gpu_name: str = "", say=lambda text: None
+) -> Profile:
     """The profile of an Engine's model on this machine. engine runs on the CPU; gpu: a TorchDevice
     to measure too."""
     if not engine.scheduler.experts:
@@ -54,9 +55,19 @@ def calibrate(engine, threads: int, gpu: Device | None = None, gpu_name: str = "
         measured = gpu_measure.measure(gpu, engine.device, experts)
         gpu_us = [float(measured.costs.g[w]) for w in ANCHORS]
         copy_us, r, h_cpu = measured.copy_us, measured.r, measured.h_cpu
-    return Profile(cost_store.machine_name(threads, gpu_name), cost_store.shape_name(experts),
-                   list(ANCHORS), cpu_us, gpu_us, copy_us, h_cpu, r, dense_us, bandwidth,
-                   experts.expert_bytes())
+    return Profile(
+        cost_store.machine_name(threads, gpu_name),
+        cost_store.shape_name(experts),
+        list(ANCHORS),
+        cpu_us,
+        gpu_us,
+        copy_us,
+        h_cpu,
+        r,
+        dense_us,
+        bandwidth,
+        experts.expert_bytes(),
+    )
 
 
 def made_up_step(experts: LayerExperts, n: int, w: int, first: int) -> tuple[np.ndarray, Routing]:

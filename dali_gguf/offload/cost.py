@@ -58,8 +58,17 @@ class CostModel:
     GPU); copy_us, h_cpu, r, t_disk as in Costs. max_tokens: largest step the tables must cover.
     """
 
-    def __init__(self, tokens, cpu_us, gpu_us=None, copy_us=0.0, h_cpu=0.0, r=1.0, t_disk=0.0,
-                 max_tokens=4096):
+    def __init__(
+        self,
+        tokens,
+        cpu_us,
+        gpu_us=None,
+        copy_us=0.0,
+        h_cpu=0.0,
+        r=1.0,
+        t_disk=0.0,
+        max_tokens=4096,
+    ):
         self.tokens = np.asarray(tokens, np.int64)
         assert (self.tokens == 1 << np.arange(self.tokens.size)).all(), "anchors are powers of two"
         gpu_us = np.full(self.tokens.size, 1e9) if gpu_us is None else gpu_us
@@ -94,8 +103,9 @@ class CostModel:
     def _rebuild(self) -> None:
         w = np.arange(self.max_tokens + 1.0)
         self.tables = np.array([dense(self.tokens, a, w) for a in self.anchors * self.factors])
-        self.costs = Costs(self.tables[0], self.tables[1], self.copy_us, self.h_cpu, self.r,
-                           self.t_disk)
+        self.costs = Costs(
+            self.tables[0], self.tables[1], self.copy_us, self.h_cpu, self.r, self.t_disk
+        )
 
 
 def dense(tokens, us, w) -> np.ndarray:

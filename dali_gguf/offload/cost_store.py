@@ -1,4 +1,4 @@
-"""Measured costs, kept per machine and model shape in the user's cache folder (JSON, one file each).
+"""Measured costs, a JSON file per machine and model shape in the user's cache folder.
 
 A file that is damaged, or that another machine or other sizes wrote, counts as none: it is measured
 again, and one line says so.
@@ -40,8 +40,16 @@ class Profile:
 
     def model(self, max_tokens: int = 4096) -> CostModel:
         t_disk = 1e6 * self.expert_bytes / self.disk_bandwidth if self.disk_bandwidth else 0.0
-        return CostModel(self.tokens, self.cpu_us, self.gpu_us or None, self.copy_us, self.h_cpu,
-                         self.r, t_disk, max_tokens)
+        return CostModel(
+            self.tokens,
+            self.cpu_us,
+            self.gpu_us or None,
+            self.copy_us,
+            self.h_cpu,
+            self.r,
+            t_disk,
+            max_tokens,
+        )
 
 
 def machine_name(threads: int, gpu: str = "") -> str:
@@ -66,6 +74,7 @@ def shape_name(experts: LayerExperts) -> str:
 
 def shape_of_file(tensors: dict[str, Tensor], layer: int, n_expert: int) -> str:
     """The same from a file's tensors: stacked (_exps), one each (.0), gate and up in one."""
+
     def find(role: str) -> Tensor | None:
         names = (f"blk.{layer}.ffn_{role}_exps.weight", f"blk.{layer}.ffn_{role}.0.weight")
         return next((tensors[n] for n in names if n in tensors), None)
@@ -111,7 +120,7 @@ def save(profile: Profile) -> Path:
     return path
 
 
-def load(machine: str, shape: str, say=sys.stderr.write) -> Profile | None:
+def load(machine: str, shape: str, say=None) -> Profile | None:
     """The stored profile, or None: there is none, or it is unusable (one line)."""
     path = path_of(machine, shape)
     if not path.is_file():
@@ -119,6 +128,7 @@ def load(machine: str, shape: str, say=sys.stderr.write) -> Profile | None:
     try:
         return _checked(json.loads(path.read_text()), machine, shape)
     except (OSError, ValueError, TypeError, KeyError) as error:
+        say = say or sys.stderr.write
         say(f"dali-gguf: cost profile {path} is not usable ({error}); measuring again\n")
         return None
 

@@ -53,8 +53,13 @@ def from_trace(trace: Trace) -> Counts:
     maps = None
     if size <= MOST_MAP_BYTES:
         maps = np.stack([predict_trace.linear_map(trace, i) for i in layers])
-    return Counts(fingerprint(list(trace.routers)), len(trace.ids),
-                  trace.counts().astype(np.float32), means, maps)
+    return Counts(
+        fingerprint(list(trace.routers)),
+        len(trace.ids),
+        trace.counts().astype(np.float32),
+        means,
+        maps,
+    )
 
 
 def places(model: Path, mark: str) -> list[Path]:
@@ -96,9 +101,10 @@ def _write(path: Path, counts: Counts) -> None:
     writer.close()
 
 
-def load(model: Path, mark: str, shape: tuple[int, int], say=sys.stderr.write) -> Counts | None:
+def load(model: Path, mark: str, shape: tuple[int, int], say=None) -> Counts | None:
     """The model's counts: mark is its routers' fingerprint, shape (L, E). None when there are none;
     a damaged file or one of another model is ignored with one line."""
+    say = say or sys.stderr.write
     for path in places(model, mark):
         if not path.is_file():
             continue
@@ -119,6 +125,10 @@ def _read(path: Path) -> Counts:
     if "dali.fingerprint" not in reader.fields:
         raise ValueError("no counts in it")
     tensors = {t.name: np.array(t.data) for t in reader.tensors}
-    return Counts(reader.fields["dali.fingerprint"].contents(),
-                  int(reader.fields["dali.tokens"].contents()), tensors["counts"],
-                  tensors["means"], tensors.get("maps"))
+    return Counts(
+        reader.fields["dali.fingerprint"].contents(),
+        int(reader.fields["dali.tokens"].contents()),
+        tensors["counts"],
+        tensors["means"],
+        tensors.get("maps"),
+    )

@@ -84,8 +84,10 @@ def hardware(name: str) -> Hardware:
     """A profile by name, or by the path of a .toml file. InputError: unknown, or a key missing."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if name == "shapes" or not path.is_file():
-        raise InputError(f"hardware profile {name!r} is unknown: choose one of {', '.join(names())}, "
-                         "or give a .toml file")
+        raise InputError(
+            f"hardware profile {name!r} is unknown: choose one of {', '.join(names())}, "
+            "or give a .toml file"
+        )
     return _fill(Hardware, path.stem, read_toml(path)[""], path)
 
 
@@ -101,14 +103,23 @@ def shape(name: str) -> Shape:
 
 def _fill(kind, name: str, values: dict, path: Path):
     known = {f.name for f in fields(kind)} - {"name"}
-    missing = [f.name for f in fields(kind)
-               if f.name != "name" and f.name not in values and f.default is f.default_factory]
+    missing = [
+        f.name
+        for f in fields(kind)
+        if f.name != "name" and f.name not in values and f.default is f.default_factory
+    ]
     foreign = sorted(set(values) - known)
     if missing or foreign:
         what = f"lacks {missing[0]}" if missing else f"has the unknown key {foreign[0]}"
         raise InputError(f"{path.name} {what}: expected the keys of rtx3060-12g.toml")
-    return kind(name, *(values[f.name] if f.name in values else f.default
-                        for f in fields(kind) if f.name != "name"))
+    return kind(
+        name,
+        *(
+            values[f.name] if f.name in values else f.default
+            for f in fields(kind)
+            if f.name != "name"
+        ),
+    )
 
 
 def read_toml(path: Path) -> dict[str, dict]:
@@ -136,14 +147,22 @@ def costs(machine: Hardware, model: Shape, max_tokens: int = 4096) -> Costs:
     """c[w], g[w] and t of an expert, microseconds."""
     w = np.arange(max_tokens + 1.0)
     work, size = 2.0 * model.expert_params * w, model.expert_bytes
-    c = 1e6 * np.maximum(size / machine.cpu_bandwidth, work / machine.cpu_flops) + machine.cpu_launch
-    g = 1e6 * np.maximum(size / machine.gpu_bandwidth, work / machine.gpu_flops) + machine.gpu_launch
+    c = (
+        1e6 * np.maximum(size / machine.cpu_bandwidth, work / machine.cpu_flops)
+        + machine.cpu_launch
+    )
+    g = (
+        1e6 * np.maximum(size / machine.gpu_bandwidth, work / machine.gpu_flops)
+        + machine.gpu_launch
+    )
     c[0] = g[0] = 0.0
     t = 1e6 * size / machine.link_bandwidth + machine.link_latency
     return Costs(c, g, t, machine.h_cpu, machine.r)
 
 
-def attention_us(machine: Hardware, model: Shape, tokens: int, context: int, prefill: bool) -> float:
+def attention_us(
+    machine: Hardware, model: Shape, tokens: int, context: int, prefill: bool
+) -> float:
     """A layer's attention, norms and router on the GPU; context: tokens in the KV cache of each
     sequence (one sequence in prefill, `tokens` sequences in decode)."""
     kv = model.kv_bytes * context * (1 if prefill else tokens)

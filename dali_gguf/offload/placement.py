@@ -16,8 +16,16 @@ from dali_gguf.offload import optimal
 from dali_gguf.offload import placement_rules as rules
 from dali_gguf.offload.cost import Costs
 
-POLICIES = ("threshold", "greedy", "optimal", "balance", "static-layers", "static-hot", "all-cpu",
-            "all-gpu")
+POLICIES = (
+    "threshold",
+    "greedy",
+    "optimal",
+    "balance",
+    "static-layers",
+    "static-hot",
+    "all-cpu",
+    "all-gpu",
+)
 MARGIN = 0.1
 
 
@@ -28,8 +36,14 @@ def policy_code(name: str) -> int:
     return POLICIES.index(name)
 
 
-def plan(w_miss, w_res, costs: Costs, link_busy: float = 0.0, policy: str = "threshold",
-         margin: float = MARGIN) -> tuple[np.ndarray, np.ndarray, float]:
+def plan(
+    w_miss,
+    w_res,
+    costs: Costs,
+    link_busy: float = 0.0,
+    policy: str = "threshold",
+    margin: float = MARGIN,
+) -> tuple[np.ndarray, np.ndarray, float]:
     """(copy, res_to_cpu, predicted_us) for the workloads w_miss [n], w_res [m] of one layer.
 
     copy: indices into w_miss in the order of copying; the other misses go to the CPU. res_to_cpu:
@@ -43,8 +57,21 @@ def plan(w_miss, w_res, costs: Costs, link_busy: float = 0.0, policy: str = "thr
         to_gpu, span = optimal.solve(miss, res, costs, link_busy)
     else:
         to_gpu = np.empty(miss.size + res.size, np.int64)
-        span = rules.assign(code, miss, miss.size, res, res.size, costs.c, costs.g, costs.t,
-                            link_busy, costs.r, costs.h_cpu, margin, to_gpu)
+        span = rules.assign(
+            code,
+            miss,
+            miss.size,
+            res,
+            res.size,
+            costs.c,
+            costs.g,
+            costs.t,
+            link_busy,
+            costs.r,
+            costs.h_cpu,
+            margin,
+            to_gpu,
+        )
     to_gpu = to_gpu.astype(bool)
     return order[0][to_gpu[: miss.size]], order[1][~to_gpu[miss.size :]], float(span)
 
@@ -66,14 +93,31 @@ class Planner:
         self.code = policy_code(policy)
         self._scratch = np.empty((9, n_expert), np.int64)
 
-    def plan(self, workload: np.ndarray, resident: np.ndarray, costs: Costs,
-             link_busy: float = 0.0, margin: float = MARGIN) -> LayerPlan:
+    def plan(
+        self,
+        workload: np.ndarray,
+        resident: np.ndarray,
+        costs: Costs,
+        link_busy: float = 0.0,
+        margin: float = MARGIN,
+    ) -> LayerPlan:
         """workload int64 [E] tokens per expert, resident uint8 [E]."""
         if self.code == rules.OPTIMAL:
             return self._optimal(workload, resident, costs, link_busy)
         ids = self._scratch
-        a, b, k, span = rules.plan_layer(self.code, workload, resident, costs.c, costs.g, costs.t,
-                                         link_busy, costs.r, costs.h_cpu, margin, ids)
+        a, b, k, span = rules.plan_layer(
+            self.code,
+            workload,
+            resident,
+            costs.c,
+            costs.g,
+            costs.t,
+            link_busy,
+            costs.r,
+            costs.h_cpu,
+            margin,
+            ids,
+        )
         return LayerPlan(ids[0, :a], ids[1, :b], ids[2, :k], span)
 
     def _optimal(self, workload, resident, costs, link_busy) -> LayerPlan:
@@ -94,8 +138,8 @@ def resident_layers(n_layer: int, n_expert: int, slots: int) -> np.ndarray:
 
 
 def resident_hot(counts: np.ndarray, slots: int) -> np.ndarray:
-    """uint8 [L, E]: the most used experts of each layer by counts [L, E], the same number of slots a
-    layer (the remainder goes to the first layers); ties by id."""
+    """uint8 [L, E]: the most used experts of each layer by counts [L, E]. The same number of slots
+    a layer (the remainder goes to the first layers); ties by id."""
     n_layer, n_expert = counts.shape
     resident = np.zeros((n_layer, n_expert), np.uint8)
     for layer in range(n_layer):

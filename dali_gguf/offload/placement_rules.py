@@ -83,12 +83,16 @@ def greedy(miss, n_miss, res, n_res, c, g, t, to_gpu):
     """The paper's rule: experts by the gap between their CPU and GPU time, largest first; each goes
     to the side that then finishes earlier, times simply summed. to_gpu int64 [n_miss + n_res]."""
     n = n_miss + n_res
-    gap = np.empty(n)
-    for i in range(n):
+    gap, order = np.empty(n), np.empty(n, np.int64)
+    for i in range(n):  # an insertion sort: compiling np.argsort takes seconds
         w = miss[i] if i < n_miss else res[i - n_miss]
-        gap[i] = -abs(c[w] - g[w] - (t if i < n_miss else 0.0))
+        x, j = abs(c[w] - g[w] - (t if i < n_miss else 0.0)), i - 1
+        while j >= 0 and gap[j] < x:
+            gap[j + 1], order[j + 1] = gap[j], order[j]
+            j -= 1
+        gap[j + 1], order[j + 1] = x, i
     cpu = gpu = 0.0
-    for i in np.argsort(gap, kind="mergesort"):
+    for i in order:
         w = miss[i] if i < n_miss else res[i - n_miss]
         on_cpu = cpu + c[w]
         on_gpu = gpu + g[w] + (t if i < n_miss else 0.0)
@@ -123,24 +127,33 @@ def makespan(miss, n_miss, res, n_res, to_gpu, c, g, t, link_busy, r, h_cpu):
 def assign(code, miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu):
     """Fills to_gpu int64 [n_miss + n_res] for sorted (descending) workloads, misses first; returns
     the makespan. `optimal` is not here (offload/optimal.py): it is for tests and simulation."""
-    to_gpu[:n_miss] = code == ALL_GPU
-    to_gpu[n_miss : n_miss + n_res] = code != ALL_CPU
+    copies, stay, span = 0, n_res, 0.0
     if code == THRESHOLD:
-        k, q, span = threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin)
-        to_gpu[:k] = 1
-        to_gpu[n_miss + n_res - q : n_miss + n_res] = 0
+        copies, away, span = threshold(
+            miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin
+        )
+        stay = n_res - away
+    elif code == ALL_GPU:
+        copies = n_miss
+    elif code == ALL_CPU:
+        stay = 0
+    elif code == BALANCE and n_miss:  # by bandwidth: link / (link + CPU), from the costs of w = 1
+        copies = int(n_miss * c[1] / (c[1] + t) + 0.5)
+    for i in range(n_miss):
+        to_gpu[i] = i < copies
+    for i in range(n_res):
+        to_gpu[n_miss + i] = i < stay
+    if code == THRESHOLD:
         return span
     if code == GREEDY:
         greedy(miss, n_miss, res, n_res, c, g, t, to_gpu)
-    elif code == BALANCE and n_miss:  # by bandwidth: link / (link + CPU), from the costs of w = 1
-        to_gpu[: int(n_miss * c[1] / (c[1] + t) + 0.5)] = 1
     cpu, gpu = makespan(miss, n_miss, res, n_res, to_gpu, c, g, t, link_busy, r, h_cpu)
     return max(cpu, gpu)
 
 
 @njit(cache=True, nogil=True)
 def sort_descending(w, ids, n):
-    """Sorts w[:n] descending and ids[:n] with it; stable. Counting sort while the range is small."""
+    """Sorts w[:n] descending and ids[:n] with it; stable. By counting while the range is small."""
     top = 0
     for i in range(n):
         top = max(top, w[i])
@@ -159,7 +172,9 @@ def sort_descending(w, ids, n):
         start[top - w[i] + 1] += 1
     for i in range(1, top + 1):
         start[i] += start[i - 1]
-    old_w, old_ids = w[:n].copy(), ids[:n].copy()
+    old_w, old_ids = np.empty(n, np.int64), np.empty(n, np.int64)
+    for i in range(n):
+        old_w[i], old_ids[i] = w[i], ids[i]
     for i in range(n):
         x = old_w[i]
         j = start[top - x]

@@ -6,26 +6,29 @@ from pathlib import Path
 import numpy as np
 
 from dali_gguf.errors import InputError
-from dali_gguf.offload import event_sim
+from dali_gguf.offload import event_state
 from dali_gguf.offload import simulate as sim
 from dali_gguf.offload import trace as traces
 from dali_gguf.offload.report import Study, table
 
-ROWS = {event_sim.LOG_ATTENTION: ("attention", "GPU", "tab:gray"),
-        event_sim.LOG_GPU: ("experts on the GPU", "GPU", "tab:green"),
-        event_sim.LOG_CPU: ("experts on the CPU", "CPU", "tab:blue"),
-        event_sim.LOG_DEMAND: ("copy on demand", "link", "tab:red"),
-        event_sim.LOG_PREFETCH: ("prefetch", "link", "tab:orange"),
-        event_sim.LOG_FILL: ("cache fill", "link", "tab:purple")}
+ROWS = {
+    event_state.LOG_ATTENTION: ("attention", "GPU", "tab:gray"),
+    event_state.LOG_GPU: ("experts on the GPU", "GPU", "tab:green"),
+    event_state.LOG_CPU: ("experts on the CPU", "CPU", "tab:blue"),
+    event_state.LOG_DEMAND: ("copy on demand", "link", "tab:red"),
+    event_state.LOG_PREFETCH: ("prefetch", "link", "tab:orange"),
+    event_state.LOG_FILL: ("cache fill", "link", "tab:purple"),
+}
 LANES = ("link", "GPU", "CPU")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 SHOWN_LAYERS = 3
 
 
-def draw(study: Study, policies: list[sim.Policy], predicted: dict[str, np.ndarray],
-         path: Path) -> None:
-    """Writes the picture: three layers of a step under the last policy, then hits and tokens/s of the
-    last policy and of static-layers and static-hot at several shares of resident experts."""
+def draw(
+    study: Study, policies: list[sim.Policy], predicted: dict[str, np.ndarray], path: Path
+) -> None:
+    """Writes the picture: three layers of a step under the last policy, then hits and tokens/s of
+    it and of static-layers and static-hot at several shares of resident experts."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -34,8 +37,10 @@ def draw(study: Study, policies: list[sim.Policy], predicted: dict[str, np.ndarr
     above, below = figure.subplots(2, 1)
     _timeline(above, _log(study, policies[-1], predicted))
     _against_memory(below, study, policies, predicted)
-    figure.suptitle(f"simulated: {study.machine.title}, priced as {study.model.name}, batch "
-                    f"{study.batch}", fontsize=10)
+    figure.suptitle(
+        f"simulated: {study.machine.title}, priced as {study.model.name}, batch {study.batch}",
+        fontsize=10,
+    )
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -68,8 +73,10 @@ def _timeline(axes, log: np.ndarray) -> None:
 def _against_memory(axes, study: Study, policies: list[sim.Policy], predicted) -> None:
     shown = [p for p in policies if p.name in ("static-layers", "static-hot")] + [policies[-1]]
     runs = [table(replace(study, share=s), shown, predicted) for s in SHARES]
-    gigabytes = [s * study.model.n_layer * study.model.n_expert * study.model.expert_bytes / 1e9
-                 for s in SHARES]
+    gigabytes = [
+        s * study.model.n_layer * study.model.n_expert * study.model.expert_bytes / 1e9
+        for s in SHARES
+    ]
     hits = axes.twinx()
     for i, policy in enumerate(shown):
         speed = axes.plot(gigabytes, [r[i].tokens_per_s for r in runs], "o-", label=policy.name)

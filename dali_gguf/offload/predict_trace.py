@@ -28,13 +28,15 @@ def previous(x: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 def need_inputs(trace: Trace) -> None:
     if len(trace.inputs) != len(trace.ids):
-        raise InputError("the trace has no router inputs, which predictors need: record one with "
-                         "dali-gguf trace, or choose --prefetch none or frequency")
+        raise InputError(
+            "the trace has no router inputs, which predictors need: record one with "
+            "dali-gguf trace, or choose --prefetch none or frequency"
+        )
 
 
 def rankings(kind: str, calibration: Trace, trace: Trace) -> np.ndarray:
-    """float32 [T, L, E]: predicted ranking of every token and layer from the layer before (row 0 is
-    what nobody predicts: zeros). residual uses the calibration part's mean, as a counts file does."""
+    """float32 [T, L, E]: predicted ranking of every token and layer from the layer before (layer
+    0, which nobody predicts, is zero). residual: with the calibration part's mean."""
     n, n_layer, n_expert = len(trace.ids), trace.n_layer, trace.n_expert
     out = np.zeros((n, n_layer, n_expert), np.float32)
     if kind == "none":

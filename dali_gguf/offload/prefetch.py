@@ -81,21 +81,30 @@ class Predictor:
     In each step and layer call predict, then learn (or learn first: the step before is kept apart).
     """
 
-    def __init__(self, kind: str, routers: dict[int, RouterMap], counts: np.ndarray | None = None,
-                 maps: dict[int, np.ndarray] | None = None,
-                 means: dict[int, np.ndarray] | None = None):
+    def __init__(
+        self,
+        kind: str,
+        routers: dict[int, RouterMap],
+        counts: np.ndarray | None = None,
+        maps: dict[int, np.ndarray] | None = None,
+        means: dict[int, np.ndarray] | None = None,
+    ):
         if kind not in PREDICTORS:
             raise InputError(f"prefetch {kind!r} is unknown: choose one of {', '.join(PREDICTORS)}")
         if kind == "linear" and maps is None:
-            raise InputError("prefetch 'linear' needs a fitted map, and there is no counts file "
-                             "with one: run dali-gguf trace on the model, or choose residual")
+            raise InputError(
+                "prefetch 'linear' needs a fitted map, and there is no counts file "
+                "with one: run dali-gguf trace on the model, or choose residual"
+            )
         self.kind, self.routers, self.counts, self.maps = kind, routers, counts, maps or {}
         layers = sorted(routers)
         self.following = dict(zip(layers, layers[1:]))  # layer -> the next layer with experts
         self.row = {layer: i for i, layer in enumerate(layers)}
         means = means or {}
-        self.mean = {i: means.get(i, np.zeros(routers[i].weight.shape[1], np.float32)).copy()
-                     for i in self.following}
+        self.mean = {
+            i: means.get(i, np.zeros(routers[i].weight.shape[1], np.float32)).copy()
+            for i in self.following
+        }
         self.seen = {i: START_TOKENS if i in means else 0 for i in self.following}
         self._now: dict[int, np.ndarray] = {}  # h of each layer in this step so far
         self._before: dict[int, np.ndarray] = {}  # and in the step before
@@ -153,7 +162,7 @@ class Predictor:
         return next((i for i in self.following if self.row[i] == at - 1), None)
 
     def _step_before(self, layer: int, h: np.ndarray) -> dict[int, np.ndarray]:
-        """h of every layer for the tokens before these, whether this step's h was learned or not."""
+        """h of every layer for the tokens before these, whether h was learned already or not."""
         last = self._now.get(layer)
         return self._before if last is None or np.array_equal(last, h) else self._now
 

@@ -94,20 +94,30 @@ def _trace(engine, scheduler: RecordingScheduler, starts, owners) -> Trace:
     first = scheduler.experts[layers[0]]
     inputs = scheduler.stacked(scheduler.inputs)
     return Trace(
-        ids=scheduler.stacked(scheduler.ids), weights=scheduler.stacked(scheduler.weights),
-        starts=np.array(starts, np.int64), documents=np.array(owners, np.int32), inputs=inputs,
+        ids=scheduler.stacked(scheduler.ids),
+        weights=scheduler.stacked(scheduler.weights),
+        starts=np.array(starts, np.int64),
+        documents=np.array(owners, np.int32),
+        inputs=inputs,
         routers=np.stack(router_matrices(engine.file.tensors, layers)),
         correction=np.stack([correction(engine, i) for i in layers]),
-        n_expert=first.n_expert, n_embd=engine.config.n_embd,
-        n_ff_exp=first.gate[0].rows, expert_bytes=first.expert_bytes(), model=engine.path.name,
+        n_expert=first.n_expert,
+        n_embd=engine.config.n_embd,
+        n_ff_exp=first.gate[0].rows,
+        expert_bytes=first.expert_bytes(),
+        model=engine.path.name,
     )
 
 
 def router_matrices(tensors: dict[str, Tensor], layers) -> list[np.ndarray]:
     """float32 [E, D] of each layer's router, from the file."""
     found = [tensors[f"blk.{i}.ffn_gate_inp.weight"] for i in layers]
-    return [dequantize(np.ascontiguousarray(t.data).reshape(t.rows, -1), t.type)
-            .reshape(t.shape).astype(np.float32) for t in found]
+    return [
+        dequantize(np.ascontiguousarray(t.data).reshape(t.rows, -1), t.type)
+        .reshape(t.shape)
+        .astype(np.float32)
+        for t in found
+    ]
 
 
 def correction(engine, layer: int) -> np.ndarray:

@@ -74,20 +74,28 @@ def full_report(study: Study, say=lambda text: None) -> dict:
     out |= speed_figures(study, predicted)
     out["decide_share_of_layer"] = out["decide_us_128"] / out.pop("layer_us")
     return out | {
-        "profile": study.machine.name, "budget": study.share, "batch": study.batch,
-        "model_sizes": study.model.name, "trace": study.evaluation.model,
-        "trace_tokens": len(study.evaluation.ids), "simulated": True,
+        "profile": study.machine.name,
+        "budget": study.share,
+        "batch": study.batch,
+        "model_sizes": study.model.name,
+        "trace": study.evaluation.model,
+        "trace_tokens": len(study.evaluation.ids),
+        "simulated": True,
     }
 
 
 def instances(study: Study, per_batch: int, seed: int = 0):
-    """(workload int64 [E], resident uint8 [E]) of recorded steps at each batch size, and random ones
-    of 128 experts with skewed workloads."""
+    """(workload int64 [E], resident uint8 [E]) of recorded steps at each batch size, and
+    random ones of 128 experts with skewed workloads."""
     rng, ids, resident = np.random.default_rng(seed), study.evaluation.ids, study.resident
     for batch in BATCHES:
         for _ in range(per_batch):
             layer, start = rng.integers(ids.shape[1]), rng.integers(max(len(ids) - batch, 1))
-            rows = np.arange(start, start + batch) if batch >= 512 else rng.integers(len(ids), size=batch)
+            rows = (
+                np.arange(start, start + batch)
+                if batch >= 512
+                else rng.integers(len(ids), size=batch)
+            )
             chosen = ids[rows % len(ids), layer].ravel()
             yield np.bincount(chosen, minlength=study.evaluation.n_expert), resident[layer]
     for _ in range(per_batch):
@@ -106,15 +114,20 @@ def placement_figures(study: Study, per_batch: int = 400) -> dict:
         here = resident[active] != 0
         miss, res = workload[active[~here]], workload[active[here]]
         best = placement.plan(miss, res, costs, policy="optimal")[2]
-        for name, policy, margin in (("threshold", "threshold", 0.0), ("greedy", "greedy", 0.0),
-                                     ("margin", "threshold", placement.MARGIN)):
+        for name, policy, margin in (
+            ("threshold", "threshold", 0.0),
+            ("greedy", "greedy", 0.0),
+            ("margin", "threshold", placement.MARGIN),
+        ):
             found[name].append(best / placement.plan(miss, res, costs, 0.0, policy, margin)[2])
     out = {"placement_instances": len(found["threshold"])}
     for name, key in (("threshold", ""), ("greedy", "_greedy"), ("margin", "_with_margin")):
         ratio = np.array(found[name])
-        out |= {f"placement_vs_optimal_mean{key}": float(ratio.mean()),
-                f"placement_vs_optimal_p01{key}": float(np.percentile(ratio, 1)),
-                f"placement_vs_optimal_worst{key}": float(ratio.min())}
+        out |= {
+            f"placement_vs_optimal_mean{key}": float(ratio.mean()),
+            f"placement_vs_optimal_p01{key}": float(np.percentile(ratio, 1)),
+            f"placement_vs_optimal_worst{key}": float(ratio.min()),
+        }
     return out | {"decide_us_128": deciding_us(costs)}
 
 
@@ -141,18 +154,23 @@ def prefetch_figures(study: Study) -> tuple[dict, dict[str, np.ndarray]]:
         layers = predict_trace.judge(ranking, evaluation, study.resident)
         recalls[kind] = [a.recall for a in layers]
         key = kind.replace("-", "_")
-        out |= {f"prefetch_recall_{key}": _mean(a.recall for a in layers),
-                f"prefetch_recall_2a_{key}": _mean(a.recall_2a for a in layers),
-                f"prefetch_precision_{key}": _mean(a.precision for a in layers)}
+        out |= {
+            f"prefetch_recall_{key}": _mean(a.recall for a in layers),
+            f"prefetch_recall_2a_{key}": _mean(a.recall_2a for a in layers),
+            f"prefetch_precision_{key}": _mean(a.precision for a in layers),
+        }
         ids = predict_trace.best_ids(ranking, evaluation.n_used)
         ids[:, 0] = evaluation.ids[:, 0]
         predicted[kind] = ids
     best = max(PREDICTORS[:2], key=lambda k: out[f"prefetch_recall_{k}"])
     beaten = np.maximum(recalls["next-router"], recalls["frequency"])
-    out |= {"prefetch_predictor": best, "prefetch_recall": out[f"prefetch_recall_{best}"],
-            "prefetch_precision_nonresident": out[f"prefetch_precision_{best}"],
-            "prefetch_recall_per_layer": [round(r, 4) for r in recalls[best]],
-            "prefetch_above_others_in_every_layer": bool((np.array(recalls[best]) > beaten).all())}
+    out |= {
+        "prefetch_predictor": best,
+        "prefetch_recall": out[f"prefetch_recall_{best}"],
+        "prefetch_precision_nonresident": out[f"prefetch_precision_{best}"],
+        "prefetch_recall_per_layer": [round(r, 4) for r in recalls[best]],
+        "prefetch_above_others_in_every_layer": bool((np.array(recalls[best]) > beaten).all()),
+    }
     return out, predicted
 
 
@@ -164,18 +182,21 @@ def cache_figures(study: Study) -> dict:
     for batch, kind in ((1, "by_expert"), (8, "by_token")):
         order = traces.decode_order(study.evaluation, batch)
         workload = traces.step_workload(
-            traces.step_ids(study.evaluation.ids, order), study.evaluation.n_expert)
+            traces.step_ids(study.evaluation.ids, order), study.evaluation.n_expert
+        )
         for key, settings in chosen.items():
             rates = cache.hit_rates(workload, study.resident, settings, study.counts)
             out[f"hit_rate_b{batch}_40{key}"] = float(rates[kind])
             out[f"fills_per_100_uses_b{batch}{key}"] = float(100 * rates["fills_per_use"])
         out[f"hit_rate_b{batch}_40_share_of_belady"] = (
-            out[f"hit_rate_b{batch}_40"] / out[f"hit_rate_b{batch}_40_belady"])
+            out[f"hit_rate_b{batch}_40"] / out[f"hit_rate_b{batch}_40_belady"]
+        )
     return out
 
 
-def table(study: Study, policies, predicted: dict[str, np.ndarray],
-          prefill: bool = False) -> list[sim.Result]:
+def table(
+    study: Study, policies, predicted: dict[str, np.ndarray], prefill: bool = False
+) -> list[sim.Result]:
     """One simulated run a policy. prefill: prompts of `batch` tokens."""
     evaluation = study.evaluation
     if prefill:
@@ -206,11 +227,15 @@ def speed_figures(study: Study, predicted: dict[str, np.ndarray]) -> dict:
         "speedup_prefill_vs_static_layers": over_streaming(prefill),
         "speedup_prefill_vs_static_layers_own_trace": over_streaming(own),
         "prefill_trace": "synthetic, fitted to Qwen3-30B (128 experts, 8 used)",
-        "cpu_busy": ours.cpu_both, "gpu_busy": ours.gpu_both, "imbalance": ours.imbalance,
-        "cpu_busy_prefill": prefill[-1].cpu_both, "gpu_busy_prefill": prefill[-1].gpu_both,
+        "cpu_busy": ours.cpu_both,
+        "gpu_busy": ours.gpu_both,
+        "imbalance": ours.imbalance,
+        "cpu_busy_prefill": prefill[-1].cpu_both,
+        "gpu_busy_prefill": prefill[-1].gpu_both,
         "imbalance_prefill": prefill[-1].imbalance,
         "layer_us": 1e6 * study.batch / ours.tokens_per_s / study.model.n_layer,
-        "decode": [_row(r) for r in runs], "prefill": [_row(r) for r in prefill],
+        "decode": [_row(r) for r in runs],
+        "prefill": [_row(r) for r in prefill],
         "prefill_own_trace": [_row(r) for r in own],
     }
 
@@ -222,7 +247,7 @@ def prefill_runs(study: Study, predicted) -> tuple[list[sim.Result], list[sim.Re
     made, guess = synthetic.qwen3_like()
     cut = made.n_sequence // 3
     parts = [traces.select(made, range(cut)), traces.select(made, range(cut, made.n_sequence))]
-    guess = guess[made.starts[cut]:]
+    guess = guess[made.starts[cut] :]
     runs = []
     for first, rest, known in ((*parts, guess), (calibration, evaluation, predicted["residual"])):
         prompts = Study(first, rest, study.machine, study.model, study.share, PROMPT)
@@ -250,9 +275,21 @@ def prefill_policies() -> list[sim.Policy]:
 
 
 def _row(r: sim.Result) -> dict:
-    names = ("policy", "tokens_per_s", "hit_rate", "token_hit_rate", "prefetch_accuracy",
-             "prefetch_late", "gigabytes_per_step", "cpu_share", "gpu_share", "link_share",
-             "cpu_both", "gpu_both", "imbalance")
+    names = (
+        "policy",
+        "tokens_per_s",
+        "hit_rate",
+        "token_hit_rate",
+        "prefetch_accuracy",
+        "prefetch_late",
+        "gigabytes_per_step",
+        "cpu_share",
+        "gpu_share",
+        "link_share",
+        "cpu_both",
+        "gpu_both",
+        "imbalance",
+    )
     return {n: getattr(r, n) if n == "policy" else round(getattr(r, n), 4) for n in names}
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dali_gguf.errors import InputError
-from dali_gguf.offload import cache, event_sim, hardware_profile, placement
+from dali_gguf.offload import cache, event_sim, event_state, hardware_profile, placement
 from dali_gguf.offload.cache import CacheSettings
 from dali_gguf.offload.hardware_profile import Hardware, Shape
 from dali_gguf.offload.trace import Trace
@@ -34,8 +34,12 @@ class Policy:
     most_fills: int = 8
 
 
-def policies(expert_cache: str = "decayed", place: str = "threshold", predictor: str = "residual",
-             prefetches: int = 2) -> list[Policy]:
+def policies(
+    expert_cache: str = "decayed",
+    place: str = "threshold",
+    predictor: str = "residual",
+    prefetches: int = 2,
+) -> list[Policy]:
     """The table that `simulate` prints: baselines, the paper's settings, and ours step by step."""
     chosen, paper = cache.settings(expert_cache), cache.settings("workload")
     slow = replace(paper, window=32, most=4)
@@ -93,8 +97,10 @@ def share_of_budget(machine: Hardware, model: Shape, vram: float | None, batch: 
     share = room / (model.n_layer * model.n_expert * model.expert_bytes)
     if share <= 0:
         need = model.dense_bytes + kv + 0.3e9 + RING * model.expert_bytes
-        raise InputError(f"--vram {vram / 1e9:.1f} GB holds no expert of {model.name}: expected more "
-                         f"than {need / 1e9:.1f} GB for dense weights, KV cache and buffers")
+        raise InputError(
+            f"--vram {vram / 1e9:.1f} GB holds no expert of {model.name}: expected more "
+            f"than {need / 1e9:.1f} GB for dense weights, KV cache and buffers"
+        )
     return min(share, 1.0)
 
 
@@ -107,8 +113,14 @@ def start_residents(policy: Policy, counts: np.ndarray, share: float) -> np.ndar
     return placement.resident_hot(counts, slots)
 
 
-def simulate(policy: Policy, setting: Setting, ids: np.ndarray, predicted: np.ndarray,
-             counts: np.ndarray, log_step: int = -1) -> Result:
+def simulate(
+    policy: Policy,
+    setting: Setting,
+    ids: np.ndarray,
+    predicted: np.ndarray,
+    counts: np.ndarray,
+    log_step: int = -1,
+) -> Result:
     """ids, predicted int16 [S, L, N] (trace.step_ids), counts int64 [L, E] of the calibration part
     (what is resident at the start, and the scores)."""
     machine, model = setting.machine, setting.model
@@ -118,50 +130,67 @@ def simulate(policy: Policy, setting: Setting, ids: np.ndarray, predicted: np.nd
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     seeded = policy.cache.policy == "decayed"
     score = share * ids.shape[2] / (1 - policy.cache.decay) if seeded else np.zeros(counts.shape)
-    state = event_sim.new_state(resident, score)
+    state = event_state.new_state(resident, score)
     step_time = np.zeros(len(ids))
     event_sim.simulate(run, state, ids, predicted, costs.c, costs.g, step_time)
     return _result(policy, setting, state, ids.shape)
 
 
-def _run(policy: Policy, setting: Setting, n_layer: int, costs, log_step: int) -> event_sim.Run:
+def _run(policy: Policy, setting: Setting, n_layer: int, costs, log_step: int) -> event_state.Run:
     machine, model, s = setting.machine, setting.model, policy.cache
     frozen = setting.prefill
     tokens = setting.batch
     context = tokens // 2 if setting.prefill else CONTEXT
-    return event_sim.Run(
-        placement=placement.policy_code(policy.placement), place_margin=0.0,
-        cache=0 if frozen else cache.POLICIES.index(s.policy), decay=s.decay, window=s.window,
-        most=s.most, hysteresis=s.hysteresis, cache_margin=s.margin,
+    return event_state.Run(
+        placement=placement.policy_code(policy.placement),
+        place_margin=0.0,
+        cache=0 if frozen else cache.POLICIES.index(s.policy),
+        decay=s.decay,
+        window=s.window,
+        most=s.most,
+        hysteresis=s.hysteresis,
+        cache_margin=s.margin,
         most_fills=0 if frozen else policy.most_fills,
         prefetch=RING if frozen and policy.prefetch else policy.prefetch,
-        gap=policy.gap and machine.r <= FREE_LINK, room=policy.room, t=costs.t, r=machine.r, plan_r=machine.r,
+        gap=policy.gap and machine.r <= FREE_LINK,
+        room=policy.room,
+        t=costs.t,
+        r=machine.r,
+        plan_r=machine.r,
         h_cpu=machine.h_cpu,
         attention=hardware_profile.attention_us(machine, model, tokens, context, setting.prefill),
         routing=machine.routing,
         # the trace may have fewer layers than the priced model: its share of the head
         head=hardware_profile.head_us(machine, model, 1 if setting.prefill else tokens)
-        * n_layer / model.n_layer,
-        predict=PREDICT_US, log_step=log_step,
+        * n_layer
+        / model.n_layer,
+        predict=PREDICT_US,
+        log_step=log_step,
     )
 
 
-def _result(policy: Policy, setting: Setting, state: event_sim.State, shape: tuple) -> Result:
-    total = dict(zip(event_sim.TOTALS, state.totals.tolist()))
+def _result(policy: Policy, setting: Setting, state: event_state.State, shape: tuple) -> Result:
+    total = dict(zip(event_state.TOTALS, state.totals.tolist()))
     steps, n_layer, _ = shape
     time, moved = total["time"], total["copies"] + total["prefetched"] + total["fills"]
     depth = setting.model.n_layer / n_layer
     both = max(total["both"], 1)
     return Result(
-        policy.name, 1e6 * setting.batch * steps / (time * depth),
-        total["hits"] / total["uses"], total["token_hits"] / total["tokens"],
-        total["useful"] / max(total["prefetched"], 1), total["late"] / max(total["prefetched"], 1),
+        policy.name,
+        1e6 * setting.batch * steps / (time * depth),
+        total["hits"] / total["uses"],
+        total["token_hits"] / total["tokens"],
+        total["useful"] / max(total["prefetched"], 1),
+        total["late"] / max(total["prefetched"], 1),
         moved * setting.model.expert_bytes * depth / steps / 1e9,
-        total["cpu"] / time, total["gpu"] / time, total["link"] / time,
+        total["cpu"] / time,
+        total["gpu"] / time,
+        total["link"] / time,
         total["both_cpu"] / max(total["both_span"], 1e-9),
         total["both_gpu"] / max(total["both_span"], 1e-9),
-        total["imbalance"] / both, total["moe"] / (steps * n_layer),
-        state.log[: int(state.at[event_sim.N_LOG])].copy(),
+        total["imbalance"] / both,
+        total["moe"] / (steps * n_layer),
+        state.log[: int(state.at[event_state.N_LOG])].copy(),
     )
 
 
@@ -173,5 +202,16 @@ def shape_of(trace: Trace, name: str = "") -> Shape:
     d = trace.n_embd
     bits = 8 * trace.expert_bytes / (3 * d * trace.n_ff_exp)
     attention = 4.0 * d * d
-    return Shape(name or trace.model or "trace", trace.n_layer, trace.n_expert, trace.n_used, d,
-                 trace.n_ff_exp, bits, attention, attention * 0.6, 4.0 * d, 32000 * d * 0.8)
+    return Shape(
+        name or trace.model or "trace",
+        trace.n_layer,
+        trace.n_expert,
+        trace.n_used,
+        d,
+        trace.n_ff_exp,
+        bits,
+        attention,
+        attention * 0.6,
+        4.0 * d,
+        32000 * d * 0.8,
+    )

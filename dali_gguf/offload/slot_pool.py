@@ -76,8 +76,8 @@ class SlotPool:
             self.unit = rules.grow(self.score, self.unit, self.decay**tokens)
 
     def seed(self, counts: np.ndarray, tokens: float = 1.0) -> None:
-        """Scores as if the shares in counts [L, E] had been seen for ever, `tokens` uses a layer and
-        step."""
+        """Scores as if the shares in counts [L, E] had been seen for ever, with `tokens` uses a
+        layer and step."""
         share = counts / np.maximum(counts.sum(1, keepdims=True), 1e-9)
         self.score[:] = (share * tokens / (1 - self.decay)).ravel() * self.unit
 

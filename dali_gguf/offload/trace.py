@@ -65,8 +65,8 @@ class Trace:
         found, expected = (self.n_layer, self.n_expert, self.n_used), (n_layer, n_expert, n_used)
         if found != expected:
             raise InputError(
-                f"trace of another model: it has {found[0]} layers of {found[1]} experts, {found[2]} "
-                f"used; {what} has {expected[0]} of {expected[1]}, {expected[2]} used: record one "
+                f"trace of another model: it has {found[0]} layers of {found[1]} experts, {found[2]}"
+                f" used; {what} has {expected[0]} of {expected[1]}, {expected[2]} used: record one "
                 "with dali-gguf trace"
             )
 
@@ -86,8 +86,14 @@ def select(trace: Trace, sequences) -> Trace:
     if len(rows) and rows.max() < len(trace.inputs):
         inputs = trace.inputs[rows]
     starts = np.concatenate([[0], np.cumsum([p.stop - p.start for p in parts])]).astype(np.int64)
-    return replace(trace, ids=trace.ids[rows], weights=trace.weights[rows], starts=starts,
-                   documents=trace.documents[list(sequences)], inputs=inputs)
+    return replace(
+        trace,
+        ids=trace.ids[rows],
+        weights=trace.weights[rows],
+        starts=starts,
+        documents=trace.documents[list(sequences)],
+        inputs=inputs,
+    )
 
 
 def split(trace: Trace) -> tuple[Trace, Trace]:
@@ -95,8 +101,9 @@ def split(trace: Trace) -> tuple[Trace, Trace]:
     trace of one sequence a document is cut over documents; a single sequence is cut in two."""
     if trace.n_sequence == 1:
         cut = int(len(trace.ids) * CALIBRATION)
-        trace = replace(trace, starts=np.array([0, cut, len(trace.ids)]),
-                        documents=np.array([0, 1], np.int32))
+        trace = replace(
+            trace, starts=np.array([0, cut, len(trace.ids)]), documents=np.array([0, 1], np.int32)
+        )
     groups = [np.flatnonzero(trace.documents == d) for d in np.unique(trace.documents)]
     if max(map(len, groups)) == 1:
         groups = [np.concatenate(groups)]
@@ -116,8 +123,10 @@ def decode_order(trace: Trace, batch: int) -> np.ndarray:
         n = min(p.stop - p.start for p in parts)
         groups.append(np.stack([np.arange(p.start, p.start + n) for p in parts], 1))
     if not groups:
-        raise InputError(f"the trace has {trace.n_sequence} sequences to replay, fewer than the "
-                         f"batch of {batch}: record a longer text or use a smaller --batch")
+        raise InputError(
+            f"the trace has {trace.n_sequence} sequences to replay, fewer than the "
+            f"batch of {batch}: record a longer text or use a smaller --batch"
+        )
     return np.concatenate(groups)
 
 
@@ -125,8 +134,10 @@ def prefill_order(trace: Trace, tokens: int) -> np.ndarray:
     """Token rows [steps, tokens] of prompts of `tokens` tokens, cut from the text in order."""
     steps = len(trace.ids) // tokens
     if not steps:
-        raise InputError(f"the trace has {len(trace.ids)} tokens to replay, fewer than a prompt of "
-                         f"{tokens}: record a longer text")
+        raise InputError(
+            f"the trace has {len(trace.ids)} tokens to replay, fewer than a prompt of "
+            f"{tokens}: record a longer text"
+        )
     return np.arange(steps * tokens).reshape(steps, tokens)
 
 
@@ -162,8 +173,10 @@ def load(path: str | Path) -> Trace:
             sizes = dict(zip(SHAPE_KEYS, f["sizes"].tolist()))
             model = str(f["model"])
     except (KeyError, ValueError, OSError, EOFError, BadZipFile) as error:
-        raise InputError(f"trace {path}: not a trace file (found {error}): record one with "
-                         "dali-gguf trace, or give a .csv") from None
+        raise InputError(
+            f"trace {path}: not a trace file (found {error}): record one with "
+            "dali-gguf trace, or give a .csv"
+        ) from None
     trace = Trace(model=model, **arrays, **sizes)
     _check(trace, path)
     return trace
@@ -172,9 +185,13 @@ def load(path: str | Path) -> Trace:
 def _check(trace: Trace, path: Path) -> None:
     ids, starts = trace.ids, trace.starts
     if ids.ndim != 3 or not ids.size or starts[0] != 0 or starts[-1] != len(ids):
-        raise InputError(f"trace {path}: damaged (ids {ids.shape}, sequences end at {starts[-1]}): "
-                         "record it again")
+        raise InputError(
+            f"trace {path}: damaged (ids {ids.shape}, sequences end at {starts[-1]}): "
+            "record it again"
+        )
     missing = np.flatnonzero((ids < 0).any((0, 2)) | (ids >= trace.n_expert).any((0, 2)))
     if missing.size:
-        raise InputError(f"trace {path}: layer {missing[0]} is missing or has experts outside 0.."
-                         f"{trace.n_expert - 1}: record it again")
+        raise InputError(
+            f"trace {path}: layer {missing[0]} is missing or has experts outside 0.."
+            f"{trace.n_expert - 1}: record it again"
+        )

@@ -28,14 +28,19 @@ def read(path: Path) -> dict:
     n_used = int(per.max())
     if (per != n_used).any():
         t, layer = np.argwhere(per != n_used)[0]
-        raise InputError(f"trace {path}: layer {layer} is missing at step {token[t, 0]}, token "
-                         f"{token[t, 1]}: found {per[t, layer]} experts, expected {n_used}")
+        raise InputError(
+            f"trace {path}: layer {layer} is missing at step {token[t, 0]}, token "
+            f"{token[t, 1]}: found {per[t, layer]} experts, expected {n_used}"
+        )
     ids = rows[:, 3].reshape(len(token), n_layer, n_used).astype(np.int16)
     weights = rows[:, 4].reshape(ids.shape).astype(np.float16)
     order, starts = _csv_sequences(token)
     n_expert = int(ids.max()) + 1
     return {
-        "ids": ids[order], "weights": weights[order], "starts": starts, "n_expert": n_expert,
+        "ids": ids[order],
+        "weights": weights[order],
+        "starts": starts,
+        "n_expert": n_expert,
         "documents": np.zeros(len(starts) - 1, np.int32),
         "inputs": np.zeros((0, n_layer, 0), np.float16),
         "routers": np.zeros((n_layer, n_expert, 0), np.float32),
@@ -50,13 +55,17 @@ def _csv_rows(path: Path) -> np.ndarray:
     with open(path, newline="") as f:
         reader = csv.DictReader(f)
         if not set(names) <= set(reader.fieldnames or ()):
-            raise InputError(f"trace {path}: the first line is {reader.fieldnames}, expected "
-                             "step,layer,token,expert,weight")
+            raise InputError(
+                f"trace {path}: the first line is {reader.fieldnames}, expected "
+                "step,layer,token,expert,weight"
+            )
         for row in reader:
             try:
                 rows.append([float(row[n]) for n in names])
             except (TypeError, ValueError):
-                raise InputError(f"trace {path}: line {reader.line_num} is not five numbers") from None
+                raise InputError(
+                    f"trace {path}: line {reader.line_num} is not five numbers"
+                ) from None
     if not rows or min(r[3] for r in rows) < 0:
         raise InputError(f"trace {path}: no rows, or a negative expert")
     return np.array(rows)
