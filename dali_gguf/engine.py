@@ -102,7 +102,9 @@ class Engine:
             self.memory = disk_tier.plan_model(
                 self.file, self.config, room, self.n_ctx, n_seq, n_batch, kv_type
             )
-            self.file = disk_tier.place_weights(self.memory, self.file, mmap)
+            placed = disk_tier.Placement(self.memory, self.file, mmap)
+            undo.callback(placed.close)
+            self.file = placed.file
             self.guard = disk_tier.guard(self.memory, self.file, mmap)
             undo.callback(self.guard.close)
             load = devices.Load(self.n_ctx, n_seq, n_batch, kv_type)
@@ -110,6 +112,7 @@ class Engine:
                 device, threads, gpu, self.file.tensors, self.config, load
             )
             undo.callback(self._close_device)
+            placed.wait()
             self.model = models.load_model(self.file, self.config, self.device)
             if tier is not None:
                 self.scheduler = tier.make_scheduler(self.model, self.config, self.file)

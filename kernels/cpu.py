@@ -112,8 +112,10 @@ class CpuDevice:
     def route(self, logits: np.ndarray, n_used: int, rule: RouterRule) -> Routing:
         return route(logits, n_used, rule)
 
-    def moe(self, x: np.ndarray, routing: Routing, experts: LayerExperts) -> np.ndarray:
-        return self.moe_space.whole(self._layer(experts), contiguous(x), routing)
+    def moe(self, x: np.ndarray, routing: Routing, experts: LayerExperts,
+            addresses: np.ndarray | None = None) -> np.ndarray:
+        """addresses int64 [3, E]: where gate, up and down lie, if not in the experts' own bytes."""
+        return self.moe_space.whole(self._layer(experts), contiguous(x), routing, addresses)
 
     def moe_begin(self, x: np.ndarray, routing: Routing, experts: LayerExperts) -> MoeStep:
         """Sorts the pairs and quantizes x. Then moe_run, then moe_end, before the next begin."""

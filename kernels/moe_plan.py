@@ -129,7 +129,8 @@ class MoeSpace:
         job[moe.X_POINTERS], job[moe.H_POINTERS] = at, at + 8 * n_pair
         job[moe.SCRATCH] = self.space.scratch
 
-    def whole(self, plan: LayerPlan, x: np.ndarray, routing: Routing) -> np.ndarray:
+    def whole(self, plan: LayerPlan, x: np.ndarray, routing: Routing,
+              addresses: np.ndarray | None = None) -> np.ndarray:
         """All experts of the step in one launch: y [T, D]."""
         n_token, n_used = routing.expert_ids.shape
         *tables, pointers = self.tables(n_token * n_used, plan.experts.n_expert)
@@ -137,7 +138,8 @@ class MoeSpace:
         plan.compile(n_token)
         y, pool = np.empty((n_token, plan.n_embd), np.float32), self.space.pool
         moe.whole(moe_address(), plan.job, x, routing.expert_ids, routing.weights, routing.workload,
-                  *tables, plan.addresses, y, pool.state, pool.threads)
+                  *tables, plan.addresses if addresses is None else addresses, y, pool.state,
+                  pool.threads)
         return y
 
     def begin(self, plan: LayerPlan, x: np.ndarray, routing: Routing) -> MoeStep:

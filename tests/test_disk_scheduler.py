@@ -127,6 +127,19 @@ def test_a_file_cut_while_running_is_an_error_not_a_crash(path, monkeypatch, tmp
             list(running)
 
 
+def test_the_compiled_kernels_give_the_same_bits(path, monkeypatch):
+    ids = np.random.default_rng(1).integers(3, TINY.n_vocab, 40).tolist()
+    with Engine(path, n_ctx=128) as engine:
+        expected, text, demand = engine.logits(ids), tokens(engine), engine.memory.demand
+    room = budget.Room(int((demand.fixed + 0.5 * demand.experts) / 0.97) + 1, "test")
+    monkeypatch.setattr(disk_tier, "room_for", lambda ram: room)
+    with Engine(path, n_ctx=128) as engine:
+        assert np.array_equal(engine.logits(ids), expected)
+        assert tokens(engine) == text
+        s = engine.scheduler.disk_stats()
+        assert s.misses > 0 and s.hits > 0
+
+
 def test_too_little_memory_is_refused_with_the_budget_that_works(path):
     with pytest.raises(MemoryBudgetError, match=r"\d+M would work"):
         Engine(path, n_ctx=128, device=ArenaDevice(), ram=budget.resident() + RUNTIME)

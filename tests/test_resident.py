@@ -17,6 +17,7 @@ def test_bytes_equal_the_files(tmp_path, monkeypatch, piece):
     for file in files:
         file.write()
     own = resident.ResidentWeights(tensors)
+    own.wait()
     for name, t in tensors.items():
         copy = own.tensors[name]
         assert copy.data.tobytes() == t.data.tobytes() and copy.data.ctypes.data != t.data.ctypes.data
@@ -29,4 +30,4 @@ def test_a_cut_file_is_named(tmp_path):
     file.write()
     os.truncate(tmp_path / "model.gguf", 3000)
     with pytest.raises(ModelFileError, match="model.gguf: tensor output.weight at offset 1000"):
-        resident.ResidentWeights(tensors)
+        resident.ResidentWeights(tensors).wait()

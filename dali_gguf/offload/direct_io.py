@@ -200,6 +200,7 @@ class ModelFile:
                 os.posix_fadvise(self._fd, start, 1 << 20, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
+        """May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,6 +1,7 @@
 """Experts come from disk through an arena; those in memory are computed while the others arrive."""
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -47,14 +48,26 @@ class DiskScheduler(Scheduler):
         arrivals = self.arena.need(layer, ids, routing.workload[ids], frozen=scan)
         if self.pays.enabled("prefetch"):
             self._guess(layer, h, routing, scan)
-        step = self.device.moe_begin(h, routing, self.experts[layer])
-        addresses = self.arena.addresses(layer)
-        for here in arrivals:
-            self.device.moe_run(step, here, addresses)
+        y = self._compute(layer, h, routing, len(ids), arrivals)
         if scan and layer in self._next:
             self._read_on(self._next[layer], len(ids))
         if self.counts is not None:
             self.counts.add(self._row[layer], routing.workload)
+        return y
+
+    def _compute(self, layer: int, h: Array, routing: Routing, active: int,
+                 arrivals: Iterator[np.ndarray]) -> Array:
+        """In one launch if everything is in memory, else as it arrives."""
+        experts, addresses = self.experts[layer], self.arena.addresses(layer)
+        here = next(arrivals)
+        if len(here) == active:
+            y = self.device.moe(h, routing, experts, addresses)
+            next(arrivals, None)  # they may be evicted from now on
+            return y
+        step = self.device.moe_begin(h, routing, experts)
+        self.device.moe_run(step, here, addresses)
+        for here in arrivals:
+            self.device.moe_run(step, here, addresses)
         return self.device.moe_end(step)
 
     def _guess(self, layer: int, h: Array, routing: Routing, scan: bool) -> None:

@@ -58,20 +58,34 @@ def expert_sizes(tensors: dict[str, Tensor], n_expert: int) -> np.ndarray:
     return np.sort([total // n_expert + 6 * PAGE for total in layers.values()])
 
 
-def place_weights(plan: MemoryPlan, file: GGUFFile, mmap: bool = True) -> GGUFFile:
+class Placement:
     """Gets the weights that do not stream to where they stay: mapped and asked for, read into
-    memory (mmap False), or, if the experts stream, all others in memory of our own. Returns the
-    file to use."""
-    if plan.streams:
-        dense = {name: t for name, t in file.tensors.items() if not is_expert(name)}
-        file.tensors.update(ResidentWeights(dense).tensors)
-        return file
-    if mmap:
-        read_ahead(file)
-        return file
-    path = file.paths[0]
-    file.close()
-    return GGUFFile.open(path, mmap=False)
+    memory (mmap False), or, if the experts stream, all others in memory of our own.
+
+    file: the file to use. Its bytes may be looked at after wait().
+    """
+
+    def __init__(self, plan: MemoryPlan, file: GGUFFile, mmap: bool = True):
+        self.file, self._resident = file, None
+        if plan.streams:
+            dense = {name: t for name, t in file.tensors.items() if not is_expert(name)}
+            self._resident = ResidentWeights(dense)
+            file.tensors.update(self._resident.tensors)
+        elif mmap:
+            read_ahead(file)
+        else:
+            file.close()
+            self.file = GGUFFile.open(file.paths[0], mmap=False)
+
+    def wait(self) -> None:
+        """Raises ModelFileError if they cannot be read."""
+        if self._resident is not None:
+            self._resident.wait()
+
+    def close(self) -> None:
+        """Ends the reading if it was never waited for."""
+        if self._resident is not None:
+            self._resident.close()
 
 
 def guard(plan: MemoryPlan, file: GGUFFile, mmap: bool = True) -> BusGuard:

@@ -136,3 +136,4 @@ class ReadQueue:
             self._tickets.put(False)
         for thread in self._threads:
             thread.join()
+        self._threads = []

@@ -17,7 +17,10 @@ PIECE = 4 << 20  # large tensors are read by several threads at once
 
 
 class ResidentWeights:
-    """Copies of tensors in one anonymous memory. tensors: name -> Tensor with its data there."""
+    """Copies of tensors in one anonymous memory, read in the background.
+
+    tensors: name -> Tensor with its data there, whole after wait().
+    """
 
     def __init__(self, tensors: dict[str, Tensor], direct: bool = True):
         places, total = {}, 0
@@ -25,13 +28,15 @@ class ResidentWeights:
             places[name] = total
             total += page_span(t.offset, t.nbytes)
         self.memory = Memory(max(total, 1))
-        files = {path: ModelFile(path, direct) for path in {t.file for t in tensors.values()}}
-        reads = [r for n, t in tensors.items() for r in self._reads(files[t.file], t, places[n])]
-        try:
-            _run(reads)
-        finally:
-            for file in files.values():
-                file.close()
+        paths = {t.file for t in tensors.values()}
+        self._files = {path: ModelFile(path, direct) for path in paths}
+        self._ended: SimpleQueue[Read] = SimpleQueue()
+        self._queue = ReadQueue(self._ended.put)
+        self._waiting = 0
+        for name, t in tensors.items():
+            reads = self._reads(self._files[t.file], t, places[name])
+            self._waiting += len(reads)
+            self._queue.demand(reads)
         everything = np.frombuffer(self.memory.view, np.uint8)
         self.tensors = {}
         for name, t in tensors.items():
@@ -39,7 +44,7 @@ class ResidentWeights:
             self.tensors[name] = replace(t, data=everything[start : start + t.nbytes])
 
     def _reads(self, file: ModelFile, t: Tensor, place: int) -> list[Read]:
-        """Pieces of whole pages; the last page of one is the next one's first only at its start."""
+        """Pieces of whole pages, in order."""
         reads, start, end = [], page_floor(t.offset), t.offset + t.nbytes
         for at in range(start, end, PIECE):
             first = max(at, t.offset)
@@ -47,16 +52,19 @@ class ResidentWeights:
             reads.append(Read(file, first, min(at + PIECE, end) - first, view, t.name, 0))
         return reads
 
+    def wait(self) -> None:
+        """Until everything is read. Raises ModelFileError; then nothing of it may be used."""
+        try:
+            while self._waiting:
+                error = self._ended.get().error
+                self._waiting -= 1
+                if error is not None:
+                    raise error
+        finally:
+            self.close()
 
-def _run(reads: list[Read]) -> None:
-    """Reads all of them; raises the first error."""
-    ended: SimpleQueue[Read] = SimpleQueue()
-    queue = ReadQueue(ended.put)
-    try:
-        queue.demand(reads)
-        for _ in reads:
-            error = ended.get().error
-            if error is not None:
-                raise error
-    finally:
-        queue.close()
+    def close(self) -> None:
+        """Ends the reading, finished or not."""
+        self._queue.close()
+        for file in self._files.values():
+            file.close()
