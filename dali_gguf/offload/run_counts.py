@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType as Q
-from gguf import quants
 
 from dali_gguf.errors import DaliError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.offload import counts_file
 from dali_gguf.offload.counts_file import Counts
+from dali_gguf.offload.record import router_matrices
 
 ENOUGH = 64  # tokens of a run that are worth keeping
 MOST = 1 << 20  # tokens that the counts look back on: beyond, older ones fade
@@ -22,7 +21,7 @@ class RunCounts:
     """path: of the model. layers: numbers of those with experts, ascending."""
 
     def __init__(self, path: Path, file: GGUFFile, layers: list[int]):
-        routers = [router_matrix(file, layer) for layer in layers]
+        routers = router_matrices(file.tensors, layers)
         self.path, self._mark = path, counts_file.fingerprint(routers)
         shape = (len(layers), len(routers[0]))
         self.stored = counts_file.load(path, self._mark, shape)
@@ -56,11 +55,3 @@ class RunCounts:
             counts_file.save(self.path, new)
         except DaliError as error:
             print(f"dali-gguf: {error}", file=sys.stderr)
-
-
-def router_matrix(file: GGUFFile, layer: int) -> np.ndarray:
-    """float32 [E, D] of a layer's router."""
-    t = file.tensors[f"blk.{layer}.ffn_gate_inp.weight"]
-    if t.type == Q.F32:
-        return t.data.view(np.float32).reshape(t.shape)
-    return quants.dequantize(t.data.reshape(t.shape[0], -1), t.type).astype(np.float32)
