@@ -67,7 +67,8 @@ def _timeline(axes, log: np.ndarray) -> None:
         axes.broken_barh(bars, (y - 0.35, 0.7), color=color, edgecolor="white", label=label)
     axes.set_yticks(range(len(LANES)), LANES)
     axes.set_xlabel("microseconds (simulated), three layers of one step")
-    axes.legend(ncols=3, fontsize=8, loc="upper right")
+    axes.set_ylim(-0.6, 3.4)  # room for the legend
+    axes.legend(ncols=6, fontsize=8, loc="upper center")
 
 
 def _against_memory(axes, study: Study, policies: list[sim.Policy], predicted) -> None:
