@@ -2,10 +2,12 @@
 kill)."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 
+from tests.benchmarks.disk_model import UNIFORM, Shape, write_model
 from tests.memory_group import MemoryGroup
 
 pytestmark = [
@@ -23,14 +25,15 @@ from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
 path, n_layer, n_expert, nbytes, direct = sys.argv[1], 4, 16, 1 << 20, sys.argv[2] == "direct"
-bytes_of = np.zeros(0, np.uint8)
 def matrix(i):
-    return Tensor(f"m{i}", Q.F32, (512, 512), np.broadcast_to(np.uint8(0), nbytes), path, 512 + i *
-    nbytes) layers = {}
+    data = np.broadcast_to(np.uint8(0), nbytes)
+    return Tensor(f"m{i}", Q.F32, (512, 512), data, path, 512 + i * nbytes)
+layers = {}
 for layer in range(n_layer):
     first = layer * 3 * n_expert
-    roles = [tuple(matrix(first + role * n_expert + e) for e in range(n_expert)) for role in
-    range(3)] layers[layer] = LayerExperts(layer, *roles)
+    starts = [first + role * n_expert for role in range(3)]
+    roles = [tuple(matrix(start + e) for e in range(n_expert)) for start in starts]
+    layers[layer] = LayerExperts(layer, *roles)
 def work(arena):
     for step in range(8):
         for layer in layers:
@@ -65,3 +68,34 @@ def test_the_arena_fits_the_room_that_the_group_leaves(tmp_path, way):
     assert "dali-arena" in result["source"]
     assert result["arena"] < result["everything"]
     assert result["misses"] > 0, "nothing was missed: the limit did not bind"
+
+
+MODEL_CHILD = """
+import json, sys
+from itertools import islice
+from dali_gguf.engine import Engine
+from dali_gguf.sampler import SamplingParams
+
+with Engine(sys.argv[1], n_ctx=128) as engine:
+    running = engine.tokens(list(range(300, 310)), SamplingParams(temperature=0, max_tokens=-2))
+    text, s = list(islice(running, 40)), engine.scheduler.disk_stats()
+    misses, mark = s.misses if s else None, engine.stats.logits_hash
+    print(json.dumps({"text": text, "misses": misses, "hash": mark}))
+"""
+
+
+def test_a_model_under_a_limit_gives_the_same_text(tmp_path):
+    path = tmp_path / "model.gguf"
+    shape = Shape(n_embd=1024, n_layer=4, n_head=8, n_head_kv=2, n_expert=64, n_ff=512,
+                  n_vocab=2048)
+    write_model(path, shape, UNIFORM)
+    command = [sys.executable, "-c", MODEL_CHILD, str(path)]
+    free = subprocess.run(command, capture_output=True, text=True, check=True)
+    with MemoryGroup("model", 480 << 20) as group:
+        done = group.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+        assert group.kills == 0 and group.peak <= group.limit
+    expected, limited = json.loads(free.stdout), json.loads(done.stdout)
+    assert expected["misses"] is None, "without a limit everything is in memory"
+    assert limited["misses"] > 0, "nothing was missed: the limit did not bind"
+    assert (limited["text"], limited["hash"]) == (expected["text"], expected["hash"])
