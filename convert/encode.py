@@ -81,9 +81,9 @@ def to_float32(raw: np.ndarray, type_: Type) -> np.ndarray:
     if type_ == Type.F16:
         return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
     if type_ == Type.BF16:
-        bits = np.array(raw).view(np.uint16).reshape(-1)
-        out = np.empty(bits.size, np.uint32)
-        bf16_to_f32(bits, out)
+        raw = np.ascontiguousarray(raw)
+        out = np.empty(raw.size // 2, np.uint32)
+        bf16_to_f32(raw.ctypes.data, out)
         return out.view(np.float32).reshape(rows, -1)
     return dequantize(np.ascontiguousarray(raw), type_)
 

@@ -4,6 +4,9 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
+from numba import carray, types
+from numba.extending import intrinsic
+
 from dali_gguf.convert import quant_affine, quant_blocks, quant_symmetric
 from dali_gguf.kernels.simd import jit
 
@@ -26,6 +29,14 @@ KERNELS = {
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 
 
+@intrinsic
+def address_as_void_pointer(typing, address):
+    def gen(context, builder, sig, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), gen
+
+
 def row_bytes(type_: Type, cols: int) -> int:
     """Bytes of a row of cols weights; cols is a multiple of the type's block."""
     block, size = GGML_QUANT_SIZES[type_]
@@ -35,10 +46,10 @@ def row_bytes(type_: Type, cols: int) -> int:
 @jit
 def first_not_finite(x):
     """Index of the first NaN or infinity of a flat float32 array, or -1."""
-    total = np.float32(0.0)
-    for i in range(x.size):  # vectorizes: any NaN or infinity times zero is NaN
-        total += x[i] * np.float32(0.0)
-    if total == 0:
+    bits, largest = x.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):  # vectorizes: an exponent of all ones is the largest
+        largest = max(largest, bits[i] & np.uint32(0x7F800000))
+    if largest < np.uint32(0x7F800000):
         return -1
     for i in range(x.size):
         if not np.isfinite(x[i]):
@@ -47,9 +58,10 @@ def first_not_finite(x):
 
 
 @jit
-def bf16_to_f32(bits, out):
-    """uint16 bfloat16 bits to float32 bits (uint32), flat arrays."""
-    for i in range(bits.size):
+def bf16_to_f32(address, out):
+    """bfloat16 bits at an address to float32 bits (flat uint32)."""
+    bits = carray(address_as_void_pointer(address), (out.size,), dtype=np.uint16)
+    for i in range(out.size):
         out[i] = np.uint32(bits[i]) << np.uint32(16)
 
 

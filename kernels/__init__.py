@@ -27,7 +27,8 @@ def user_cache_dir() -> Path:
 
 def _sources_hash() -> str:
     digest = hashlib.sha256(isa.NAME.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in [*sorted(here.glob("*.py")), *sorted((here.parent / "convert").glob("quant*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
