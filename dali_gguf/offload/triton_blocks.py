@@ -1,9 +1,10 @@
 """GGUF blocks in Triton: where a tile of quantized weights lies, and its values.
 
-A row is cut into groups, and a group into PLANES runs of RUN values. Plane p of a group holds the
-values [p * RUN, (p + 1) * RUN), and all planes of a group come from the same RUN bytes (one byte
-carries several values). So a tile of bytes [R, G, RUN] (R rows, G groups) is read in runs of
-neighbouring bytes, and meets activations that are neighbours too.
+A row is cut into groups of RUN neighbouring bytes; a group holds PLANES values for each byte. Plane
+p of a group is RUN values that are neighbours in the row as well, from column(g, p) on. `fetch`
+loads what a tile [R, G, RUN] of bytes needs (R rows, G groups), once; `plane` makes values of it.
+Loads decide the speed: a thread reads its bytes as wide as the block's size allows, and the scales
+of a block as whole words.
 """
 
 from dataclasses import dataclass
@@ -24,36 +25,51 @@ BF16 = tl.constexpr(30)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """values of a group, bytes of a run, planes of a group, groups of a tile."""
+    """run: bytes (16-bit values for F16 and BF16) of a group; planes of a group; groups of a tile.
+    A row has to be a multiple of `unit` values."""
 
     run: int
     planes: int
     groups: int
-
-    @property
-    def group(self) -> int:
-        return self.run * self.planes
+    unit: int
 
 
 _T = GGMLQuantizationType
 LAYOUTS = {
-    _T.Q4_K: Layout(32, 2, 4),
-    _T.Q5_K: Layout(32, 2, 4),
-    _T.Q6_K: Layout(32, 4, 2),
-    _T.Q8_0: Layout(32, 1, 4),
-    _T.Q4_0: Layout(16, 2, 8),
-    _T.MXFP4: Layout(16, 2, 8),
-    _T.F16: Layout(32, 1, 4),
-    _T.BF16: Layout(32, 1, 4),
+    _T.Q4_K: Layout(32, 2, 4, 256),
+    _T.Q5_K: Layout(32, 2, 4, 256),
+    _T.Q6_K: Layout(16, 4, 8, 256),
+    _T.Q8_0: Layout(32, 1, 4, 32),
+    _T.Q4_0: Layout(16, 2, 8, 32),
+    _T.MXFP4: Layout(16, 2, 8, 32),
+    _T.F16: Layout(32, 1, 4, 32),
+    _T.BF16: Layout(32, 1, 4, 32),
 }
 
 
 @triton.jit
+def column(g, p: tl.constexpr, KIND: tl.constexpr):
+    """The column at which plane p of group g begins."""
+    if KIND == Q6_K:  # 128 values in 4 planes of 32, half a plane in each group
+        return (g // 2) * 128 + 32 * p + 16 * (g % 2)
+    elif KIND == Q4_K or KIND == Q5_K:
+        return g * 64 + 32 * p
+    elif KIND == Q4_0 or KIND == MXFP4:
+        return g * 32 + 16 * p
+    else:
+        return g * 32
+
+
+@triton.jit
 def half_at(p):
-    """float32 of the half-precision numbers at the (even) byte addresses p."""
-    low = tl.load(p).to(tl.uint16)
-    high = tl.load(p + 1).to(tl.uint16)
-    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+    """float32 of the half-precision numbers at the even byte addresses p."""
+    return tl.load(p.to(tl.pointer_type(tl.float16))).to(tl.float32)
+
+
+@triton.jit
+def half_of(bits):
+    """float32 of the half-precision numbers in the low 16 bits of int32."""
+    return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -63,17 +79,15 @@ def signed(byte):
 
 
 @triton.jit
-def scale_min(block, s):
-    """Scale and minimum of sub-block s of Q4_K and Q5_K blocks (6 bits each in 12 bytes)."""
-    d, dmin = half_at(block), half_at(block + 2)
-    table = block + 4
+def scale_min(d, w0, w1, w2, s):
+    """Scale and minimum of sub-block s of Q4_K and Q5_K: d holds both factors of the block as
+    halves, w0..2 the 12 bytes with 6 bits for each sub-block."""
+    by = 8 * (s & 3)
+    a, b, c = w0 >> by, w1 >> by, w2 >> by
     low = s < 4
-    a = tl.load(table + tl.where(low, s, s + 4)).to(tl.int32)
-    b = tl.load(table + tl.where(low, s + 4, s - 4)).to(tl.int32)
-    c = tl.load(table + tl.where(low, s + 4, s)).to(tl.int32)
-    scale = tl.where(low, a & 63, (a & 15) | ((b >> 2) & 48))
-    least = tl.where(low, b & 63, (a >> 4) | ((c >> 2) & 48))
-    return d * scale.to(tl.float32), dmin * least.to(tl.float32)
+    scale = tl.where(low, a & 63, (c & 15) | ((a >> 2) & 48))
+    least = tl.where(low, b & 63, ((c >> 4) & 15) | ((b >> 2) & 48))
+    return half_of(d) * scale.to(tl.float32), half_of(d >> 16) * least.to(tl.float32)
 
 
 @triton.jit
@@ -92,42 +106,64 @@ def exponent_half(e):
 
 
 @triton.jit
-def plane(row, g, i, p: tl.constexpr, KIND: tl.constexpr):
-    """Values float32 [R, G, RUN] of plane p. row: byte addresses [R, 1, 1] of the rows' first
-    blocks; g: group numbers [1, G, 1]; i: 0..RUN-1 as [1, 1, RUN]."""
+def fetch(row, g, i, KIND: tl.constexpr):
+    """What the tile's planes are made of. row: byte addresses [R, 1, 1] of the rows; g: groups
+    [1, G, 1]; i: 0..RUN-1 as [1, 1, RUN]."""
     if KIND == Q4_K:
         block = row + (g // 4) * 144
-        scale, least = scale_min(block, 2 * (g % 4) + p)
-        q = tl.load(block + (16 + 32 * (g % 4)) + i).to(tl.int32) >> (4 * p)
-        return scale * (q & 15).to(tl.float32) - least
+        words = block.to(tl.pointer_type(tl.int32))
+        q = tl.load(block + (16 + 32 * (g % 4)) + i)
+        return q, tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3), g
     elif KIND == Q5_K:
         block = row + (g // 4) * 176
-        s = 2 * (g % 4) + p
-        scale, least = scale_min(block, s)
-        q = (tl.load(block + (48 + 32 * (g % 4)) + i).to(tl.int32) >> (4 * p)) & 15
-        high = (tl.load(block + 16 + i).to(tl.int32) >> s) & 1
-        return scale * (q | (high << 4)).to(tl.float32) - least
+        words = block.to(tl.pointer_type(tl.int32))
+        low, high = tl.load(block + (48 + 32 * (g % 4)) + i), tl.load(block + 16 + i)
+        q = low.to(tl.int32) | (high.to(tl.int32) << 8)
+        return q, tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3), g
     elif KIND == Q6_K:
-        block, n = row + (g // 2) * 210, g % 2
-        q = (tl.load(block + (64 * n + 32 * (p % 2)) + i).to(tl.int32) >> (4 * (p // 2))) & 15
-        high = (tl.load(block + (128 + 32 * n) + i).to(tl.int32) >> (2 * p)) & 3
-        scale = signed(tl.load(block + (192 + 8 * n + 2 * p) + i // 16))
-        return half_at(block + 208) * scale * ((q | (high << 4)) - 32).to(tl.float32)
+        block, n, half = row + (g // 4) * 210, (g // 2) % 2, 16 * (g % 2)
+        low = block + (64 * n + half)
+        q0, q1 = tl.load(low + i).to(tl.int32), tl.load(low + 32 + i).to(tl.int32)
+        high = tl.load(block + (128 + 32 * n + half) + i).to(tl.int32)
+        scales = block + (192 + 8 * n + g % 2)
+        return q0, q1, high, half_at(block + 208), scales
     elif KIND == Q8_0:
         block = row + g * 34
-        return half_at(block) * signed(tl.load(block + 2 + i))
+        return tl.load(block + 2 + i), half_at(block)
     elif KIND == Q4_0:
         block = row + g * 18
-        q = (tl.load(block + 2 + i).to(tl.int32) >> (4 * p)) & 15
-        return half_at(block) * (q - 8).to(tl.float32)
+        return tl.load(block + 2 + i).to(tl.int32), half_at(block)
     elif KIND == MXFP4:
         block = row + g * 17
-        q = (tl.load(block + 1 + i).to(tl.int32) >> (4 * p)) & 15
-        return exponent_half(tl.load(block).to(tl.int32)) * fp4(q)
+        return tl.load(block + 1 + i).to(tl.int32), exponent_half(tl.load(block).to(tl.int32))
     elif KIND == F16:
-        return half_at(row + (g * 64 + 2 * i))
+        return (tl.load((row + g * 64).to(tl.pointer_type(tl.float16)) + i),)
     else:
         tl.static_assert(KIND == BF16, "no Triton decoder for this type")
-        at = row + (g * 64 + 2 * i)
-        bits = (tl.load(at).to(tl.int32) << 16) | (tl.load(at + 1).to(tl.int32) << 24)
-        return bits.to(tl.float32, bitcast=True)
+        return (tl.load((row + g * 64).to(tl.pointer_type(tl.bfloat16)) + i),)
+
+
+@triton.jit
+def plane(raw, p: tl.constexpr, KIND: tl.constexpr):
+    """Values float32 [R, G, RUN] of plane p of what was fetched."""
+    if KIND == Q4_K:
+        scale, least = scale_min(raw[1], raw[2], raw[3], raw[4], 2 * (raw[5] % 4) + p)
+        q = (raw[0].to(tl.int32) >> (4 * p)) & 15
+        return scale * q.to(tl.float32) - least
+    elif KIND == Q5_K:
+        s = 2 * (raw[5] % 4) + p
+        scale, least = scale_min(raw[1], raw[2], raw[3], raw[4], s)
+        q = ((raw[0] >> (4 * p)) & 15) | (((raw[0] >> (8 + s)) & 1) << 4)
+        return scale * q.to(tl.float32) - least
+    elif KIND == Q6_K:
+        low = raw[p % 2] >> (4 * (p // 2))
+        q = (low & 15) | (((raw[2] >> (2 * p)) & 3) << 4)
+        return raw[3] * signed(tl.load(raw[4] + 2 * p)) * (q - 32).to(tl.float32)
+    elif KIND == Q8_0:
+        return raw[1] * signed(raw[0])
+    elif KIND == Q4_0:
+        return raw[1] * (((raw[0] >> (4 * p)) & 15) - 8).to(tl.float32)
+    elif KIND == MXFP4:
+        return raw[1] * fp4((raw[0] >> (4 * p)) & 15)
+    else:
+        return raw[0].to(tl.float32)

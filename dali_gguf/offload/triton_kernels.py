@@ -7,7 +7,7 @@ memory, see expert_pairs.py; at_expert, at_first, at_source say where its parts 
 import triton
 import triton.language as tl
 
-from dali_gguf.offload.triton_blocks import plane
+from dali_gguf.offload.triton_blocks import column, fetch, plane
 
 
 @triton.jit
@@ -71,11 +71,8 @@ def vector_kernel(
     source = tl.where(pairs < last, pairs, first)
     if not BY_PAIR:
         source = tl.load(jobs + at_source + source)
-    weights = (
-        base
-        + tl.load(jobs + job)
-        + (tl.minimum(rows, n_rows - 1).to(tl.int64) * row_bytes)[:, None, None]
-    )
+    start = base + tl.multiple_of(tl.load(jobs + job), 16)  # slots and matrices are aligned
+    weights = start + (tl.minimum(rows, n_rows - 1).to(tl.int64) * row_bytes)[:, None, None]
     x_row = x + (source * cols)[:, None, None, None]
     i = tl.arange(0, RUN)[None, None, :]
     n_group = cols // (RUN * PLANES)
@@ -84,12 +81,16 @@ def vector_kernel(
     for at in range(0, n_group, G):
         g = at + tl.arange(0, G)[None, :, None]
         here = tl.minimum(g, n_group - 1)
+        raw = fetch(weights + role, here, i, KIND)
+        raw2 = raw
+        if ACT:
+            raw2 = fetch(weights + role2, here, i, KIND)
         for p in tl.static_range(PLANES):
-            column = here * (RUN * PLANES) + p * RUN + i
-            a = tl.load(x_row + column[None], mask=(g < n_group)[None], other=0.0)
-            acc += a * plane(weights + role, here, i, p, KIND)[None]
+            at_x = x_row + (column(here, p, KIND) + i)[None]
+            a = tl.load(at_x, mask=(g < n_group)[None], other=0.0)
+            acc += a * plane(raw, p, KIND)[None]
             if ACT:
-                acc2 += a * plane(weights + role2, here, i, p, KIND)[None]
+                acc2 += a * plane(raw2, p, KIND)[None]
     total = tl.sum(tl.sum(acc, axis=3), axis=2)
     total2 = tl.sum(tl.sum(acc2, axis=3), axis=2)
     expert = tl.load(jobs + at_expert + job)
@@ -137,11 +138,8 @@ def dot_kernel(
     source = tl.where(pairs < last, pairs, first)
     if not BY_PAIR:
         source = tl.load(jobs + at_source + source)
-    weights = (
-        base
-        + tl.load(jobs + job)
-        + (tl.minimum(rows, n_rows - 1).to(tl.int64) * row_bytes)[:, None, None]
-    )
+    start = base + tl.multiple_of(tl.load(jobs + job), 16)  # slots and matrices are aligned
+    weights = start + (tl.minimum(rows, n_rows - 1).to(tl.int64) * row_bytes)[:, None, None]
     x_row = x + (source * cols)[:, None]
     i = tl.arange(0, RUN)[None, None, :]
     k = tl.arange(0, G * RUN)
@@ -151,13 +149,17 @@ def dot_kernel(
     for at in range(0, n_group, G):
         here = tl.minimum(at + tl.arange(0, G), n_group - 1)[None, :, None]
         group = at + k // RUN
+        raw = fetch(weights + role, here, i, KIND)
+        raw2 = raw
+        if ACT:
+            raw2 = fetch(weights + role2, here, i, KIND)
         for p in tl.static_range(PLANES):
-            column = group * (RUN * PLANES) + p * RUN + k % RUN
-            a = tl.load(x_row + column[None, :], mask=(group < n_group)[None, :], other=0.0)
-            w = tl.reshape(plane(weights + role, here, i, p, KIND), (R, G * RUN)).to(a.dtype)
+            at_x = x_row + (column(group, p, KIND) + k % RUN)[None, :]
+            a = tl.load(at_x, mask=(group < n_group)[None, :], other=0.0)
+            w = tl.reshape(plane(raw, p, KIND), (R, G * RUN)).to(a.dtype)
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
             if ACT:
-                w = tl.reshape(plane(weights + role2, here, i, p, KIND), (R, G * RUN)).to(a.dtype)
+                w = tl.reshape(plane(raw2, p, KIND), (R, G * RUN)).to(a.dtype)
                 acc2 = tl.dot(a, tl.trans(w), acc2, input_precision="ieee")
     scale = tl.load(x_scale + source)[:, None]
     expert = tl.load(jobs + at_expert + job)

@@ -31,6 +31,7 @@ class Tiles:
     dot_rows: int = 32
     dot_tokens: int = 32
     dot_warps: int = 4
+    dot_stages: int = 2  # three would need more shared memory than older cards have
 
 
 TILES = Tiles()
@@ -39,11 +40,7 @@ ACTIVATIONS = {"none": 0, "silu": 1, "swiglu_oai": 2}
 
 def supports(kind: GGMLQuantizationType, cols: int) -> bool:
     """A fused kernel exists for rows of this many values."""
-    return (
-        kind in LAYOUTS
-        and cols % GGML_QUANT_SIZES[kind][0] == 0
-        and cols % LAYOUTS[kind].group == 0
-    )
+    return kind in LAYOUTS and cols % LAYOUTS[kind].unit == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +116,7 @@ def grouped(x: Tensor, m: Matrices, jobs: Jobs, by_pair: bool = False) -> Tensor
         TILES.dot_rows,
         *shape,
         num_warps=TILES.dot_warps,
+        num_stages=TILES.dot_stages,
     )
     return out
 
