@@ -8,12 +8,30 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 
 from dali_gguf.errors import MemoryBudgetError, ModelFileError
+from dali_gguf.offload import native_loads
 from dali_gguf.offload.arena import ExpertArena
 from dali_gguf.offload.layout import lay_out, slot_sizes
+from dali_gguf.offload.native_loads import NativeLoads
+from dali_gguf.offload.native_readers import MOST_GUESSES
 from dali_gguf.offload.slots import RING, check_arena, smallest_arena
 from tests.expert_files import FORMS, model
 
 N = 8
+
+
+@pytest.fixture(autouse=True, params=["compiled", "python"])
+def readers(request, monkeypatch):
+    """Both kinds of reader threads."""
+    if request.param == "python":
+        monkeypatch.setattr(native_loads, "NATIVE", False)
+
+
+def never_idle(arena):
+    """The disk has no time for guesses."""
+    if isinstance(arena._loads, NativeLoads):
+        arena._loads._record[MOST_GUESSES] = 0
+    else:
+        arena._loads.readers.guess = lambda reads: None
 
 
 def ones(ids):
@@ -143,7 +161,7 @@ def test_guesses_still_in_the_queue_are_promoted_or_cancelled(tmp_path):
     layers = model(tmp_path)
     arena = arena_for(layers, 16)
     take(arena, layers, 0, [0])
-    arena._loads.readers.guess = lambda reads: None  # the disk is never idle
+    never_idle(arena)
     arena.hint(1, np.array([2, 3]))
     assert take(arena, layers, 1, [3]) == [3]
     s = arena.stats()
@@ -179,7 +197,7 @@ def test_fill_without_counts_goes_round_the_layers(tmp_path):
 def test_a_fill_that_has_not_begun_gives_its_slot_away(tmp_path):
     layers = model(tmp_path)
     arena = arena_for(layers, 6)
-    arena._loads.readers.guess = lambda reads: None
+    never_idle(arena)
     assert arena.fill() == 6
     take(arena, layers, 3, [6, 7])
     assert arena.stats().filled == 4

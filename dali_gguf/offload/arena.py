@@ -12,7 +12,8 @@ import numpy as np
 
 from dali_gguf.offload.arena_stats import ArenaStats, Counters
 from dali_gguf.offload.layout import layer_layouts, slot_sizes
-from dali_gguf.offload.loads import Load, Loads
+from dali_gguf.offload.loads import Ended
+from dali_gguf.offload.native_loads import open_loads
 from dali_gguf.offload.read_queue import THREADS
 from dali_gguf.offload.slot_pool import HALF_LIFE
 from dali_gguf.offload.slots import RING, SlotClass, Slots
@@ -38,8 +39,8 @@ class ExpertArena:
         self._layouts = [layer_layouts(layers[layer]) for layer in order]
         self.row_sizes = np.array([size[layer] for layer in order])
         self.slots = Slots(self.row_sizes, self.n_expert, nbytes, half_life, growth)
-        paths = {extent.path for ones in self._layouts for one in ones for extent in one.extents}
-        self._loads = Loads(self.slots.memory, sorted(paths), direct, threads)
+        everything = [layout for ones in self._layouts for layout in ones]
+        self._loads = open_loads(self.slots.memory, everything, direct, threads)
         n = len(layers) * self.n_expert
         self.state = np.zeros(n, np.int8)
         self._place = np.full(n, -1, np.int64)  # byte offset in the memory, -1: has no slot
@@ -163,12 +164,12 @@ class ExpertArena:
 
     def stats(self) -> ArenaStats:
         self._settle()
-        files, readers = self._loads.files.values(), self._loads.readers
+        files = self._loads.files.values()
         return ArenaStats(
             **dataclasses.asdict(self._counters),
             wait_seconds=self._loads.wait_seconds,
-            bytes_read=readers.bytes_read,
-            read_seconds=readers.busy_seconds,
+            bytes_read=self._loads.bytes_read,
+            read_seconds=self._loads.busy_seconds,
             short_reads=sum(f.short_reads for f in files),
             slots=self.slots.count,
             arena_bytes=self.slots.nbytes,
@@ -282,7 +283,7 @@ class ExpertArena:
         """Blocks until an expert arrives; returns it and those that came with it."""
         return self._take_note(self._loads.wait())
 
-    def _take_note(self, ended: list[Load]) -> list[int]:
+    def _take_note(self, ended: list[Ended]) -> list[int]:
         """Their experts are resident now, or, if a range failed, absent again."""
         failed = [load for load in ended if load.error is not None]
         for load in failed:

@@ -96,6 +96,11 @@ class ModelFile:
         elif direct and sys.platform == "darwin":
             self._no_cache()
 
+    @property
+    def descriptor(self) -> int:
+        """For reads by compiled code; alignment and errors are then the caller's business."""
+        return self._fd
+
     def _try_direct(self) -> None:
         """Replaces the descriptor by an O_DIRECT one if a first 4 KiB read through it works."""
         try:

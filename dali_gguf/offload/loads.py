@@ -12,31 +12,49 @@ from dali_gguf.offload.layout import ExpertLayout
 from dali_gguf.offload.read_queue import THREADS, Read, ReadQueue
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An expert whose read has ended. wanted: a step waits for it (else it was a guess or a
+    fill)."""
+
+    key: int
+    wanted: bool
+    error: DaliError | None
+
+
 @dataclass(slots=True, eq=False)
 class Load:
-    """left: ranges not yet read. wanted: a step waits for it (else it is a guess or a fill)."""
+    """left: ranges not yet read."""
 
     key: int
     reads: list[Read]
     left: int
     wanted: bool
 
-    @property
-    def error(self) -> DaliError | None:
-        return next((read.error for read in self.reads if read.error is not None), None)
+    def ended(self) -> Ended:
+        error = next((read.error for read in self.reads if read.error is not None), None)
+        return Ended(self.key, self.wanted, error)
 
 
 class Loads:
     """Everything here is called by one thread; the readers only report that a load is whole."""
 
-    def __init__(self, memory: Memory, paths: list[str], direct: bool, threads: int = THREADS):
-        self.files = {path: ModelFile(path, direct) for path in paths}
-        self.wait_seconds = 0.0
+    def __init__(self, memory: Memory, files: dict[str, ModelFile], threads: int = THREADS):
+        self.files, self.wait_seconds = files, 0.0
         self._memory = memory
         self._under_way: dict[int, Load] = {}
         self._whole: SimpleQueue[Load] = SimpleQueue()
         self._count_down = threading.Lock()
         self.readers = ReadQueue(self._on_read, threads)
+
+    @property
+    def bytes_read(self) -> int:
+        return self.readers.bytes_read
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which at least one read was under way."""
+        return self.readers.busy_seconds
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -69,22 +87,23 @@ class Loads:
         del self._under_way[key]
         return True
 
-    def ended(self) -> list[Load]:
+    def ended(self) -> list[Ended]:
         """Loads that have become whole, or failed, since the last look."""
         loads = []
         while not self._whole.empty():
-            loads.append(self._whole.get())
+            loads.append(self._whole.get().ended())
             del self._under_way[loads[-1].key]
         return loads
 
-    def wait(self) -> list[Load]:
-        """Blocks, without taking time from anybody, until one has ended; all that have."""
+    def wait(self) -> list[Ended]:
+        """Blocks, without taking time from anybody, until one has ended (or a signal came); all
+        that have."""
         assert self._under_way, "waiting for an expert that nobody reads"
         start = time.perf_counter()
         load = self._whole.get()
         self.wait_seconds += time.perf_counter() - start
         del self._under_way[load.key]
-        return [load, *self.ended()]
+        return [load.ended(), *self.ended()]
 
     def _on_read(self, read: Read) -> None:
         load = self._under_way[read.owner]
