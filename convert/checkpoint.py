@@ -20,13 +20,15 @@ from dali_gguf.errors import ConvertError
 INDEX = "model.safetensors.index.json"
 TYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
-    "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"), "U8": np.dtype("u1"), "I8": np.dtype("i1"),
+    "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"), "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
     "I16": np.dtype("<i2"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "BOOL": np.dtype("?"),
 }  # fmt: skip
 PLAIN = {"F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16}
 REFUSED = {
     "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "aqlm": "AQLM", "hqq": "HQQ",
-    "quanto": "Quanto", "eetq": "EETQ", "bitnet": "BitNet", "compressed-tensors": "compressed-tensors",
+    "quanto": "Quanto", "eetq": "EETQ", "bitnet": "BitNet",
+    "compressed-tensors": "compressed-tensors",
     "modelopt": "ModelOpt", "torchao": "torchao", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
 }  # fmt: skip
 
@@ -58,7 +60,9 @@ class Weight:
         if self.dtype == "F64":
             return part.astype(np.float32)
         if self.dtype not in ("F8_E4M3", "F8_E5M2"):
-            raise ConvertError(f"tensor {self.name}: type {self.dtype}, expected F32, F16, BF16 or FP8")
+            raise ConvertError(
+                f"tensor {self.name}: type {self.dtype}, expected F32, F16, BF16 or FP8"
+            )
         values = (E4M3 if self.dtype == "F8_E4M3" else E5M2)[part]
         if self.scale is None:
             return values
@@ -100,7 +104,10 @@ def refuse_quantized(folder: Path, config: dict) -> None:
     method = str(quantization.get("quant_method", "")).lower()
     if method in ("", "fp8", "mxfp4"):
         return
-    if method == "compressed-tensors" and quantization.get("format") in ("float-quantized", "naive-quantized"):
+    if method == "compressed-tensors" and quantization.get("format") in (
+        "float-quantized",
+        "naive-quantized",
+    ):
         return  # FP8 with a scale a tensor, row or block
     name = REFUSED.get(method, method)
     raise ConvertError(
@@ -118,16 +125,25 @@ def shard_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         files = [folder / name for name in sorted(set(where.values()))]
         missing = [f.name for f in files if not f.is_file()]
         if missing:
-            raise ConvertError(f"{folder}: {len(missing)} of {len(files)} shards are missing: {missing[0]}; fetch them")
+            raise ConvertError(
+                f"{folder}: {len(missing)} of {len(files)} shards are missing: {missing[0]}; "
+                f"fetch them"
+            )
         return files, where
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         other = sorted(folder.glob("pytorch_model*.bin"))
-        hint = "save it as safetensors first (the .bin files may hold code)" if other else "expected model.safetensors"
+        hint = (
+            "save it as safetensors first (the .bin files may hold code)"
+            if other
+            else "expected model.safetensors"
+        )
         raise ConvertError(f"{folder}: no safetensors files; {hint}")
     expected = files[0].stem.rpartition("-of-")[2]
     if "-of-" in files[0].stem and expected.isdigit() and len(files) != int(expected):
-        raise ConvertError(f"{folder}: {len(files)} of {int(expected)} shards are there; fetch the others")
+        raise ConvertError(
+            f"{folder}: {len(files)} of {int(expected)} shards are there; fetch the others"
+        )
     return files, {}
 
 
@@ -139,7 +155,10 @@ def read_weights(folder: Path, config: dict) -> dict[str, Weight]:
         weights.update((w.name, w) for w in read_file(path))
     missing = [name for name in where if name not in weights]
     if missing:
-        raise ConvertError(f"{folder}: tensor {missing[0]} is in the index but in no shard; fetch {where[missing[0]]}")
+        raise ConvertError(
+            f"{folder}: tensor {missing[0]} is in the index but in no shard; fetch "
+            f"{where[missing[0]]}"
+        )
     return join_scales(weights, config)
 
 
@@ -155,16 +174,25 @@ def read_file(path: Path) -> Iterator[Weight]:
             raise ValueError(f"header of {head} bytes in a file of {size}")
         header = json.loads(mapped[8 : 8 + head])
         header.pop("__metadata__", None)
-        entries = [(n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()]
+        entries = [
+            (n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{path}: damaged safetensors header ({error}); fetch it again") from None
+        raise ConvertError(
+            f"{path}: damaged safetensors header ({error}); fetch it again"
+        ) from None
     buffer, start = np.frombuffer(mapped, np.uint8), 8 + head
     for name, dtype, shape, begin, end in entries:
         if dtype not in TYPES:
-            raise ConvertError(f"{path}: tensor {name} has the unknown type {dtype}; expected one of {', '.join(TYPES)}")
+            raise ConvertError(
+                f"{path}: tensor {name} has the unknown type {dtype}; expected one of "
+                f"{', '.join(TYPES)}"
+            )
         expected = int(np.prod(shape, dtype=np.int64)) * TYPES[dtype].itemsize
         if end - begin != expected or begin < 0 or start + end > size:
-            raise ConvertError(f"{path}: tensor {name} ends at byte {start + end} of {size}; the file is cut off")
+            raise ConvertError(
+                f"{path}: tensor {name} ends at byte {start + end} of {size}; the file is cut off"
+            )
         raw = buffer[start + begin : start + end].view(TYPES[dtype])
         yield Weight(name, dtype, shape, raw.reshape(-1, shape[-1] if shape else 1))
 
@@ -188,19 +216,28 @@ def join_scales(weights: dict[str, Weight], config: dict) -> dict[str, Weight]:
 
 def scaled(weight: Weight, scale: Weight, block: tuple[int, int]) -> Weight:
     values = scale.all()
-    values = (values.astype(np.uint32) << 16).view(np.float32) if scale.dtype == "BF16" else values.astype(np.float32)
+    values = (
+        (values.astype(np.uint32) << 16).view(np.float32)
+        if scale.dtype == "BF16"
+        else values.astype(np.float32)
+    )
     rows, cols = weight.data.shape
     if values.size == 1:
-        return Weight(weight.name, weight.dtype, weight.shape, weight.data, values.reshape(1, 1), (rows, cols))
+        return Weight(
+            weight.name, weight.dtype, weight.shape, weight.data, values.reshape(1, 1), (rows, cols)
+        )
     if values.size == rows:
-        return Weight(weight.name, weight.dtype, weight.shape, weight.data, values.reshape(-1, 1), (1, cols))
+        return Weight(
+            weight.name, weight.dtype, weight.shape, weight.data, values.reshape(-1, 1), (1, cols)
+        )
     matrix_rows = weight.shape[-2] if len(weight.shape) > 1 else 1
     per_matrix = -(-matrix_rows // block[0])
     expected = (rows // matrix_rows * per_matrix, -(-cols // block[1]))
     values = values.reshape(-1, values.shape[-1])
     if values.shape != expected or (rows > matrix_rows and matrix_rows % block[0]):
         raise ConvertError(
-            f"tensor {scale.name}: shape {scale.shape}, expected {expected[0]} x {expected[1]} scales "
+            f"tensor {scale.name}: shape {scale.shape}, expected {expected[0]} x {expected[1]} "
+            f"scales "
             f"of {block[0]} x {block[1]} blocks for {weight.name} {weight.shape}"
         )
     return Weight(weight.name, weight.dtype, weight.shape, weight.data, values, block)

@@ -14,10 +14,17 @@ from dali_gguf.convert.gguf_output import TensorInfo, Value, string, u32
 from dali_gguf.convert.imatrix_file import Importance
 from dali_gguf.convert.model_keys import Config, find_architecture, model_keys
 from dali_gguf.convert.model_shapes import check_tensors
-from dali_gguf.convert.model_tensors import Mapper, Part, SourceTensor
+from dali_gguf.convert.model_tensors import Mapper, SourceTensor
+from dali_gguf.convert.parts import Part
 from dali_gguf.convert.quantize import QUANTIZATION_VERSION
 from dali_gguf.convert.recipes import (
-    MIXTURES, Choice, ModelFacts, Wishes, choose_types, may_quantize, tensor_order,
+    MIXTURES,
+    Choice,
+    ModelFacts,
+    Wishes,
+    choose_types,
+    may_quantize,
+    tensor_order,
 )
 from dali_gguf.convert.vocabulary import tokenizer_keys, written_keys
 from dali_gguf.convert.write_model import PlannedTensor
@@ -38,8 +45,14 @@ class Conversion:
         return [t.choice for t in self.tensors]
 
 
-def plan(folder: Path, mixture: str, wishes: Wishes = Wishes(), importance: Importance | None = None,
-         pre: str | None = None, name: str | None = None) -> Conversion:
+def plan(
+    folder: Path,
+    mixture: str,
+    wishes: Wishes = Wishes(),
+    importance: Importance | None = None,
+    pre: str | None = None,
+    name: str | None = None,
+) -> Conversion:
     """Decides everything about the file; no weight is read yet. Raises ConvertError.
 
     mixture: a name of recipes.MIXTURES, or "auto" for the checkpoint's own plain type.
@@ -57,7 +70,8 @@ def plan(folder: Path, mixture: str, wishes: Wishes = Wishes(), importance: Impo
         mixture = own_type(sources)
     choices = _choose(config, sources, mixture, wishes)
     planned = [
-        PlannedTensor(choice, _matrices(source, choice, importance)) for source, choice in zip(sources, choices)
+        PlannedTensor(choice, _matrices(source, choice, importance))
+        for source, choice in zip(sources, choices)
     ]
     metadata = general_keys(folder, architecture.name, sources, name) | model_keys(config)
     metadata |= tokenizer_keys(folder, config, pre)
@@ -75,18 +89,25 @@ def own_type(sources: list[SourceTensor]) -> str:
     return first.type.name if first else "F32"
 
 
-def _choose(config: Config, sources: list[SourceTensor], mixture: str, wishes: Wishes) -> list[Choice]:
+def _choose(
+    config: Config, sources: list[SourceTensor], mixture: str, wishes: Wishes
+) -> list[Choice]:
     """Types by the mixture; what it leaves alone is F32, and MXFP4 experts stay MXFP4."""
     facts = ModelFacts(
-        config.architecture.name, config.n_layer, config.n_expert,
+        config.architecture.name,
+        config.n_layer,
+        config.n_expert,
         config.n_head // (1 if config.architecture.name == "deepseek2" else config.n_head_kv),
     )
     infos = [
-        TensorInfo(s.name, s.shape, s.type if may_quantize(s.name, s.shape) else Type.F32) for s in sources
+        TensorInfo(s.name, s.shape, s.type if may_quantize(s.name, s.shape) else Type.F32)
+        for s in sources
     ]
     choices = choose_types(mixture, facts, wishes, infos)
     return [
-        Choice(TensorInfo(s.name, s.shape, Type.MXFP4), Type.MXFP4) if s.type == Type.MXFP4 else choice
+        Choice(TensorInfo(s.name, s.shape, Type.MXFP4), Type.MXFP4)
+        if s.type == Type.MXFP4
+        else choice
         for s, choice in zip(sources, choices)
     ]
 
@@ -110,25 +131,32 @@ def _matrix(part: Part, importance: np.ndarray | None) -> Matrix:
     return Matrix(load, part.type, importance, part.release)
 
 
-def general_keys(folder: Path, architecture: str, sources: list[SourceTensor], name: str | None) -> dict[str, Value]:
+def general_keys(
+    folder: Path, architecture: str, sources: list[SourceTensor], name: str | None
+) -> dict[str, Value]:
     """general.*: names, license and the like from the model card, read by gguf-py."""
     logging.getLogger("gguf").setLevel(logging.ERROR)
     total, shared, expert, count = parameter_counts(sources)
     try:
         metadata = gguf.Metadata.load(None, folder, name, total)
     except Exception as error:  # the model card is free YAML: it never stops a conversion
-        raise ConvertError(f"{folder}/README.md: its head cannot be read ({error}); repair or remove it") from error
+        raise ConvertError(
+            f"{folder}/README.md: its head cannot be read ({error}); repair or remove it"
+        ) from error
     metadata.name = metadata.name or folder.resolve().name
     metadata.size_label = metadata.size_label or gguf.size_label(total, shared, expert, count)
     writer = gguf.GGUFWriter(None, architecture)
     metadata.set_gguf_meta_model(writer)
     return {
-        "general.architecture": string(architecture), "general.type": string("model"), **written_keys(writer)
+        "general.architecture": string(architecture),
+        "general.type": string("model"),
+        **written_keys(writer),
     }
 
 
 def parameter_counts(sources: list[SourceTensor]) -> tuple[int, int, int, int]:
-    """(all weights, weights outside experts, weights of one expert of every layer, experts a layer)."""
+    """(all weights, weights outside experts, weights of one expert of every layer, experts a
+    layer)."""
     total = shared = expert = experts = stacks = 0
     for source in sources:
         size = int(np.prod(source.shape, dtype=np.int64))

@@ -18,7 +18,8 @@ CHUNK = 1 << 18  # weights of a job: 1 MB of float32, some milliseconds of work
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """A matrix still to be read. load() gives uint8 [rows, row bytes] of `type`; release() forgets it."""
+    """A matrix still to be read. load() gives uint8 [rows, row bytes] of `type`; release()
+    forgets it."""
 
     load: Callable[[], np.ndarray]
     type: Type
@@ -68,7 +69,8 @@ def _convert(name: str, raw: np.ndarray, matrix: Matrix, target: Type) -> np.nda
         )
     if target == Type.F16 and np.abs(x).max() > 65504:
         raise ConvertError(
-            f"tensor {name}: value {np.abs(x).max():g} is beyond F16's 65504; convert to BF16 or F32"
+            f"tensor {name}: value {np.abs(x).max():g} is beyond F16's 65504; convert to BF16 "
+            f"or F32"
         )
     return quantize(x, target, matrix.importance).reshape(-1)
 

@@ -12,7 +12,9 @@ def _table(exponent_bits: int, bias: int) -> np.ndarray:
     mantissa_bits = 7 - exponent_bits
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     fraction = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-    size = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+    size = np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
+    )
     return np.where(code >= 128, -size, size).astype(np.float32)
 
 

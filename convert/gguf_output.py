@@ -19,8 +19,17 @@ from dali_gguf.errors import ConvertError
 
 V = GGUFValueType
 SCALARS = {
-    V.UINT8: "B", V.INT8: "b", V.UINT16: "H", V.INT16: "h", V.UINT32: "I", V.INT32: "i",
-    V.FLOAT32: "f", V.BOOL: "?", V.UINT64: "Q", V.INT64: "q", V.FLOAT64: "d",
+    V.UINT8: "B",
+    V.INT8: "b",
+    V.UINT16: "H",
+    V.INT16: "h",
+    V.UINT32: "I",
+    V.INT32: "i",
+    V.FLOAT32: "f",
+    V.BOOL: "?",
+    V.UINT64: "Q",
+    V.INT64: "q",
+    V.FLOAT64: "d",
 }
 ALIGNMENT = 32
 
@@ -92,7 +101,9 @@ def header(metadata: dict[str, Value], tensors: list[TensorInfo]) -> bytes:
     offset = 0
     for t in tensors:
         dims = t.shape[::-1]
-        parts.append(_string(t.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, t.type, offset))
+        parts.append(
+            _string(t.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, t.type, offset)
+        )
         offset += t.padded
     raw = b"".join(parts)
     return raw + bytes(-len(raw) % ALIGNMENT)
@@ -110,7 +121,9 @@ class OutputFile:
             if self.path.exists() and os.path.samefile(self.path, other):
                 raise ConvertError(f"{path} is the input itself; give the output another name")
         if not self.path.parent.is_dir():
-            raise ConvertError(f"{path}: the folder {self.path.parent} does not exist; create it first")
+            raise ConvertError(
+                f"{path}: the folder {self.path.parent} does not exist; create it first"
+            )
         free = shutil.disk_usage(self.path.parent).free
         if free < size:
             raise ConvertError(
@@ -138,7 +151,8 @@ class OutputFile:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise ConvertError(
-                f"{self.path}: disk full after {self.written / 1e9:.3f} of {self.size / 1e9:.3f} GB; "
+                f"{self.path}: disk full after {self.written / 1e9:.3f} of "
+                f"{self.size / 1e9:.3f} GB; "
                 "nothing was left behind, make room or write to another disk"
             ) from error
 

@@ -52,7 +52,9 @@ class RecordingDevice(CpuDevice):
             sums = self.sums[name] = Sums(np.zeros((count, x.shape[-1])), np.zeros(count))
         squares = np.einsum("tn,tn->n", x, x, dtype=np.float64)
         if not np.isfinite(squares).all():
-            raise NumericError(f"tensor {name}: an input is NaN or infinite; the model or its file is damaged")
+            raise NumericError(
+                f"tensor {name}: an input is NaN or infinite; the model or its file is damaged"
+            )
         sums.sum2[e] += squares
         sums.counts[e] += len(x)
 

@@ -13,7 +13,16 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from dali_gguf.convert.gguf_output import OutputFile, TensorInfo, V, Value, array, header, string, u32
+from dali_gguf.convert.gguf_output import (
+    OutputFile,
+    TensorInfo,
+    V,
+    Value,
+    array,
+    header,
+    string,
+    u32,
+)
 from dali_gguf.errors import ModelFileError
 from dali_gguf.gguf_file import GGUFFile
 
@@ -51,7 +60,8 @@ class Importance:
         return keys
 
     def of(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """float32 [M, cols] of mean 1 a row, M matrices of the tensor; None: no entry, all alike."""
+        """float32 [M, cols] of mean 1 a row, M matrices of the tensor; None: no entry, all
+        alike."""
         entry = self.entries.get(name)
         if entry is None:
             return None
@@ -63,7 +73,8 @@ class Importance:
                 return None
             found = " x ".join(map(str, entry.sum2.shape))
             raise ModelFileError(
-                f"{self.path}: entry {name} is {found}, the tensor has {count} matrices of {cols} columns; "
+                f"{self.path}: entry {name} is {found}, the tensor has {count} matrices of "
+                f"{cols} columns; "
                 "collect the importance matrix with this very model"
             )
         return np.ascontiguousarray(np.broadcast_to(normalized(entry), (count, cols)))
@@ -74,7 +85,9 @@ class Importance:
         for name, entry in sorted(self.entries.items()):
             seen, count = entry.coverage
             if seen < count:
-                lacking.append(f"  {name}: {seen} of {count} experts saw a token, {100 * seen / count:.1f} %")
+                lacking.append(
+                    f"  {name}: {seen} of {count} experts saw a token, {100 * seen / count:.1f} %"
+                )
         if not lacking:
             return f"{len(self.entries)} entries, every expert saw at least one token"
         head = (
@@ -107,14 +120,18 @@ def load(path: str | Path) -> Importance:
     importance = _load_gguf(path) if magic == b"GGUF" else _load_dat(Path(path))
     for name, entry in importance.entries.items():
         if not (np.isfinite(entry.sum2).all() and np.isfinite(entry.counts).all()):
-            raise ModelFileError(f"{path}: entry {name} has values that are not finite; collect it again")
+            raise ModelFileError(
+                f"{path}: entry {name} has values that are not finite; collect it again"
+            )
     return importance
 
 
 def _load_gguf(path: str | Path) -> Importance:
     file = GGUFFile.open(path)
     if file.metadata.get("general.type") != "imatrix":
-        raise ModelFileError(f"{path}: general.type is {file.metadata.get('general.type')!r}, expected 'imatrix'")
+        raise ModelFileError(
+            f"{path}: general.type is {file.metadata.get('general.type')!r}, expected 'imatrix'"
+        )
     entries = {}
     for name, tensor in file.tensors.items():
         if not name.endswith(".in_sum2"):
@@ -129,8 +146,11 @@ def _load_gguf(path: str | Path) -> Importance:
         raise ModelFileError(f"{path}: no entries; collect it again")
     metadata = file.metadata
     return Importance(
-        str(path), entries, list(metadata.get("imatrix.datasets", [])),
-        int(metadata.get("imatrix.chunk_count", 0)), int(metadata.get("imatrix.chunk_size", 0)),
+        str(path),
+        entries,
+        list(metadata.get("imatrix.datasets", [])),
+        int(metadata.get("imatrix.chunk_count", 0)),
+        int(metadata.get("imatrix.chunk_size", 0)),
     )
 
 

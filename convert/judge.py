@@ -73,13 +73,19 @@ class Judgement:
     def report(self) -> str:
         """The result with standard errors, and as lines to be compared with llama-perplexity's."""
         ppl = math.exp(self.loss.mean)
-        lines = [f"perplexity: {ppl:.4f} +- {ppl * self.loss.error:.4f} ({self.loss.count} tokens judged)"]
+        lines = [
+            f"perplexity: {ppl:.4f} +- {ppl * self.loss.error:.4f} ({self.loss.count} tokens "
+            f"judged)"
+        ]
         if self.divergence.count:
             base = math.exp(self.base_loss.mean)
             lines += [
-                f"base perplexity: {base:.4f} +- {base * self.base_loss.error:.4f}, ratio {ppl / base:.5f}",
-                f"KL divergence from the base: {self.divergence.mean:.6f} +- {self.divergence.error:.6f} nats",
-                f"same most likely token: {100 * self.agreement.mean:.3f} +- {100 * self.agreement.error:.3f} %",
+                f"base perplexity: {base:.4f} +- {base * self.base_loss.error:.4f}, ratio "
+                f"{ppl / base:.5f}",
+                f"KL divergence from the base: {self.divergence.mean:.6f} +- "
+                f"{self.divergence.error:.6f} nats",
+                f"same most likely token: {100 * self.agreement.mean:.3f} +- "
+                f"{100 * self.agreement.error:.3f} %",
             ]
         return "\n".join(lines)
 

@@ -54,17 +54,20 @@ ARCHITECTURES = {
                      "shared_expert_intermediate_size": 5632}, moe=True,
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        "qwen3moe", {**QWEN, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}, moe=True,
+        "qwen3moe", {**QWEN, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "head_dim": 128}, moe=True,
     ),
     "OlmoeForCausalLM": Architecture(
-        "olmoe", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts_per_tok": 8}, moe=True
+        "olmoe", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+        "num_experts_per_tok": 8}, moe=True
     ),
     "DeepseekV2ForCausalLM": Architecture(
         "deepseek2", {**DEEPSEEK, "routed_scaling_factor": 1.0}, moe=True
     ),
     "DeepseekV3ForCausalLM": Architecture(
         "deepseek2", {**DEEPSEEK, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-                      "norm_topk_prob": True, "scoring_func": "sigmoid", "first_k_dense_replace": 3}, moe=True,
+                      "norm_topk_prob": True, "scoring_func": "sigmoid",
+                      "first_k_dense_replace": 3}, moe=True,
     ),
     "GptOssForCausalLM": Architecture(
         "gpt-oss", {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000.0,
@@ -80,7 +83,10 @@ def find_architecture(config: dict, folder: object) -> tuple[str, Architecture]:
     for name in names:
         if name in ARCHITECTURES:
             return name, ARCHITECTURES[name]
-    found = ", ".join(map(str, names)) or f"model_type {config.get('model_type')!r} and no architectures"
+    found = (
+        ", ".join(map(str, names))
+        or f"model_type {config.get('model_type')!r} and no architectures"
+    )
     raise ConvertError(f"{folder}: {found}; this version converts {', '.join(ARCHITECTURES)}")
 
 
@@ -110,7 +116,9 @@ class Config:
     def count(self, *names: str) -> int:
         value = self.need(*names)
         if type(value) is not int or value < 1:
-            raise ConvertError(f"{self.folder}/config.json: {names[0]} is {value!r}; expected a positive integer")
+            raise ConvertError(
+                f"{self.folder}/config.json: {names[0]} is {value!r}; expected a positive integer"
+            )
         return value
 
     @property
@@ -163,7 +171,9 @@ def model_keys(config: Config) -> dict[str, Value]:
         keys["vocab_size"] = u32(config.count("vocab_size"))
         keys["rope.dimension_count"] = u32(config.head_size)
     elif name == "qwen2moe":
-        keys["expert_shared_feed_forward_length"] = u32(config.count("shared_expert_intermediate_size"))
+        keys["expert_shared_feed_forward_length"] = u32(
+            config.count("shared_expert_intermediate_size")
+        )
     elif name == "deepseek2":
         keys |= _latent_keys(config)
     elif name == "gpt-oss":
@@ -195,13 +205,17 @@ def _rope_keys(config: Config) -> dict[str, Value]:
         keys["rope.scaling.factor"] = f32(rope["factor"])
     elif kind not in ("default", "none", "llama3", "linear", "yarn"):
         raise ConvertError(
-            f"{config.folder}/config.json: rope_type {kind!r}; expected default, linear, yarn or llama3"
+            f"{config.folder}/config.json: rope_type {kind!r}; expected default, linear, yarn "
+            f"or llama3"
         )
     if kind == "yarn" and rope.get("factor") is not None:
-        keys["rope.scaling.original_context_length"] = u32(int(rope["original_max_position_embeddings"]))
+        keys["rope.scaling.original_context_length"] = u32(
+            int(rope["original_max_position_embeddings"])
+        )
         for name, key in (
             ("extrapolation_factor", "yarn_ext_factor"), ("attention_factor", "attn_factor"),
-            ("attn_factor", "attn_factor"), ("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow"),
+            ("attn_factor", "attn_factor"), ("beta_fast", "yarn_beta_fast"), ("beta_slow",
+            "yarn_beta_slow"),
         ):  # fmt: skip
             if rope.get(name) is not None:
                 keys.setdefault(f"rope.scaling.{key}", f32(rope[name]))
@@ -218,7 +232,10 @@ def _expert_keys(config: Config) -> dict[str, Value]:
     scoring = config.get("scoring_func", "score_function", "score_func")
     if scoring is not None:
         if scoring not in GATING:
-            raise ConvertError(f"{config.folder}/config.json: scoring_func {scoring!r}; expected softmax or sigmoid")
+            raise ConvertError(
+                f"{config.folder}/config.json: scoring_func {scoring!r}; expected softmax or "
+                f"sigmoid"
+            )
         keys["expert_gating_func"] = u32(GATING[scoring])
     size = config.get("moe_intermediate_size")
     if config.architecture.name == "gpt-oss":

@@ -8,16 +8,19 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_tensors(config: Config, sources: list[SourceTensor]) -> None:
-    """Raises ConvertError for a tensor that is missing or has another shape than config.json says."""
+    """Raises ConvertError for a tensor that is missing or has another shape than config.json
+    says."""
     found = {s.name: s.shape for s in sources}
     for name, shape in required(config, set(found)).items():
         if name not in found:
             raise ConvertError(
-                f"{config.folder}: no tensor for {name} (expected {list(shape)}); the checkpoint is not complete"
+                f"{config.folder}: no tensor for {name} (expected {list(shape)}); the "
+                f"checkpoint is not complete"
             )
         if found[name] != shape:
             raise ConvertError(
-                f"{config.folder}: the tensor for {name} is {list(found[name])}, config.json says {list(shape)}"
+                f"{config.folder}: the tensor for {name} is {list(found[name])}, config.json "
+                f"says {list(shape)}"
             )
 
 
@@ -78,10 +81,13 @@ def feed_forward(config: Config, layer: int) -> Shapes:
         return {"ffn_gate.weight": (f, d), "ffn_up.weight": (f, d), "ffn_down.weight": (d, f)}
     f = config.get("moe_intermediate_size", default=config.get("intermediate_size"))
     shapes: Shapes = {
-        "ffn_gate_inp.weight": (e, d), "ffn_gate_exps.weight": (e, f, d), "ffn_up_exps.weight": (e, f, d),
+        "ffn_gate_inp.weight": (e, d), "ffn_gate_exps.weight": (e, f, d),
+        "ffn_up_exps.weight": (e, f, d),
         "ffn_down_exps.weight": (e, d, f),
     }  # fmt: skip
-    shared = config.get("shared_expert_intermediate_size") or f * (config.get("n_shared_experts") or 0)
+    shared = config.get("shared_expert_intermediate_size") or f * (
+        config.get("n_shared_experts") or 0
+    )
     if shared:
         shapes |= {
             "ffn_gate_shexp.weight": (shared, d), "ffn_up_shexp.weight": (shared, d),

@@ -5,14 +5,20 @@ experts are understood: one tensor an expert, and one of all experts with gate a
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from dali_gguf.convert.checkpoint import Weight
 from dali_gguf.convert.model_keys import Config
+from dali_gguf.convert.parts import (
+    Part,
+    expert_part,
+    llama3_factors,
+    mxfp4_part,
+    permuted_part,
+    rows_part,
+)
 from dali_gguf.convert.quantize import forget
 from dali_gguf.errors import ConvertError
 
@@ -22,37 +28,39 @@ TOP = {
     "lm_head.weight": "output.weight",
 }
 LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
-ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+ROLES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
 ONE_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 ALL_EXPERTS = re.compile(
-    r"(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj)(_bias|_blocks|_scales|\.weight|)"
+    r"(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj)"
+    r"(_bias|_blocks|_scales|\.weight|)"
 )
 SHARED = re.compile(r"mlp\.shared_experts?\.(gate|up|down)_proj\.weight")
 UNUSED = ("rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One matrix of a tensor. load() gives [rows, cols] float32, float16 or uint16 (bfloat16 bits),
-    or uint8 [rows, row bytes] of MXFP4."""
-
-    load: Callable[[], np.ndarray]
-    type: Type
-    release: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SourceTensor:
-    """A GGUF tensor before its type is chosen: name, shape (slowest first), and its parts in order."""
+    """A GGUF tensor before its type is chosen: name, shape (slowest first), and its parts in
+    order."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,14 +86,18 @@ class Mapper:
         if name.endswith(UNUSED):
             return
         if name in TOP:
-            tied = self.config.architecture.name == "deepseek2" and self.config.get("tie_word_embeddings")
+            tied = self.config.architecture.name == "deepseek2" and self.config.get(
+                "tie_word_embeddings"
+            )
             if not (tied and name == "lm_head.weight"):
                 self.plain(TOP[name], weight)
             return
         match = re.match(r"model\.layers\.(\d+)\.(.+)", name)
         if not match:
             raise self.unknown(weight)
-        if int(match[1]) < self.config.n_layer:  # beyond: layers that predict further tokens, not used
+        if (
+            int(match[1]) < self.config.n_layer
+        ):  # beyond: layers that predict further tokens, not used
             self.layer(f"blk.{match[1]}.", match[2], weight)
 
     def unknown(self, weight: Weight) -> ConvertError:
@@ -96,7 +108,9 @@ class Mapper:
 
     def put(self, name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
         if name in self.tensors:
-            raise ConvertError(f"{self.config.folder}: tensor {name} comes from two tensors of the checkpoint")
+            raise ConvertError(
+                f"{self.config.folder}: tensor {name} comes from two tensors of the checkpoint"
+            )
         self.tensors[name] = SourceTensor(name, shape, tuple(parts))
 
     def plain(self, name: str, weight: Weight) -> None:
@@ -104,9 +118,15 @@ class Mapper:
 
     def layer(self, prefix: str, name: str, weight: Weight) -> None:
         config, (stem, _, end) = self.config, name.rpartition(".")
-        one, fused, shared = ONE_EXPERT.fullmatch(name), ALL_EXPERTS.fullmatch(name), SHARED.fullmatch(name)
+        one, fused, shared = (
+            ONE_EXPERT.fullmatch(name),
+            ALL_EXPERTS.fullmatch(name),
+            SHARED.fullmatch(name),
+        )
         if one and one[2] in ROLES:
-            self.experts.setdefault(f"{prefix}ffn_{ROLES[one[2]]}_exps.weight", {})[int(one[1])] = weight
+            self.experts.setdefault(f"{prefix}ffn_{ROLES[one[2]]}_exps.weight", {})[int(one[1])] = (
+                weight
+            )
         elif fused:
             self.fused(prefix, fused[1], fused[2], weight)
         elif shared:
@@ -116,7 +136,9 @@ class Mapper:
         elif name == "self_attn.sinks":
             self.plain(prefix + "attn_sinks.weight", weight)
         elif name == "mlp.shared_expert_gate.weight":
-            self.put(prefix + "ffn_gate_inp_shexp.weight", (weight.shape[-1],), [rows_part(weight, 0, 1)])
+            self.put(
+                prefix + "ffn_gate_inp_shexp.weight", (weight.shape[-1],), [rows_part(weight, 0, 1)]
+            )
         elif name == "post_attention_layernorm.weight" and config.architecture.name == "gpt-oss":
             self.plain(prefix + "post_attention_norm.weight", weight)
         elif stem == "self_attn.kv_b_proj" and end == "weight":
@@ -130,9 +152,14 @@ class Mapper:
             raise self.unknown(weight)
 
     def compressed(self, prefix: str, weight: Weight) -> None:
-        """kv_b [H (nope + v), R] as k_b [H, R, nope] (absorbed into the query) and v_b [H, v, R]."""
+        """kv_b [H (nope + v), R] as k_b [H, R, nope] (absorbed into the query) and v_b [H, v,
+        R]."""
         config = self.config
-        nope, size, n_head = config.count("qk_nope_head_dim"), config.count("v_head_dim"), config.n_head
+        nope, size, n_head = (
+            config.count("qk_nope_head_dim"),
+            config.count("v_head_dim"),
+            config.n_head,
+        )
         rank = weight.shape[-1]
         if weight.shape[0] != n_head * (nope + size):
             raise ConvertError(
@@ -157,14 +184,21 @@ class Mapper:
 
     def fused_bias(self, prefix: str, role: str, weight: Weight) -> None:
         """[E, 2F], gate and up alternating (gpt-oss), or [E, D]."""
-        names = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if role == "gate_up_proj" else {"down": slice(None)}
+        names = (
+            {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+            if role == "gate_up_proj"
+            else {"down": slice(None)}
+        )
         for name, columns in names.items():
             shape = (weight.shape[0], len(range(weight.shape[1])[columns]))
-            part = Part(lambda c=columns: weight.all()[:, c], weight.type, lambda: forget(weight.data))
+            part = Part(
+                lambda c=columns: weight.all()[:, c], weight.type, lambda: forget(weight.data)
+            )
             self.put(f"{prefix}ffn_{name}_exps.bias", shape, [part])
 
     def fused_weight(self, prefix: str, role: str, weight: Weight) -> None:
-        """[E, rows, D] (gate_up: gate rows, then up rows), or gpt-oss's [E, D, rows] interleaved."""
+        """[E, rows, D] (gate_up: gate rows, then up rows), or gpt-oss's [E, D, rows]
+        interleaved."""
         config = self.config
         if len(weight.shape) != 3:
             raise self.unknown(weight)
@@ -172,13 +206,19 @@ class Mapper:
         gpt_oss = config.architecture.name == "gpt-oss"
         ff = config.get("moe_intermediate_size", "intermediate_size")
         wide = 2 * ff if role == "gate_up_proj" else ff
-        turned = gpt_oss or ((rows, cols) == ((config.n_embd, wide) if role != "down_proj" else (wide, config.n_embd))
-                             and rows != cols)
+        turned = gpt_oss or (
+            (rows, cols)
+            == ((config.n_embd, wide) if role != "down_proj" else (wide, config.n_embd))
+            and rows != cols
+        )
         height = cols if turned else rows
         if role == "gate_up_proj":
             half = height // 2
-            pick = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if gpt_oss else {
-                "gate": slice(0, half), "up": slice(half, None)}
+            pick = (
+                {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+                if gpt_oss
+                else {"gate": slice(0, half), "up": slice(half, None)}
+            )
         else:
             pick = {role.removesuffix("_proj"): slice(None)}
         for name, taken in pick.items():
@@ -188,14 +228,23 @@ class Mapper:
 
     def put_mxfp4(self, prefix: str, role: str, blocks: Weight, scales: Weight) -> None:
         """blocks uint8 [E, rows, cols / 32, 16], scales uint8 [E, rows, cols / 32]."""
-        if blocks.dtype != "U8" or scales.dtype != "U8" or blocks.shape[:3] != scales.shape or blocks.shape[3:] != (16,):
+        if (
+            blocks.dtype != "U8"
+            or scales.dtype != "U8"
+            or blocks.shape[:3] != scales.shape
+            or blocks.shape[3:] != (16,)
+        ):
             raise ConvertError(
-                f"{self.config.folder}: tensors {blocks.name} {list(blocks.shape)} and {scales.name} "
+                f"{self.config.folder}: tensors {blocks.name} {list(blocks.shape)} and "
+                f"{scales.name} "
                 f"{list(scales.shape)} are no MXFP4 blocks of 32"
             )
         count, rows, groups, _ = blocks.shape
-        pick = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if role == "gate_up_proj" else {
-            "down": slice(None)}
+        pick = (
+            {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+            if role == "gate_up_proj"
+            else {"down": slice(None)}
+        )
         for name, taken in pick.items():
             parts = [mxfp4_part(blocks, scales, e, taken) for e in range(count)]
             shape = (count, len(range(rows)[taken]), groups * 32)
@@ -208,10 +257,14 @@ class Mapper:
             if missing or len(experts) != self.config.n_expert:
                 raise ConvertError(
                     f"{self.config.folder}: {name} has {len(experts)} experts, config.json says "
-                    f"{self.config.n_expert}" + (f"; expert {missing[0]} is missing" if missing else "")
+                    f"{self.config.n_expert}"
+                    + (f"; expert {missing[0]} is missing" if missing else "")
                 )
             ordered = [experts[e] for e in range(len(experts))]
-            odd = next((w for w in ordered if w.shape != ordered[0].shape or w.type != ordered[0].type), None)
+            odd = next(
+                (w for w in ordered if w.shape != ordered[0].shape or w.type != ordered[0].type),
+                None,
+            )
             if odd is not None:
                 raise ConvertError(
                     f"{self.config.folder}: tensor {odd.name} is {odd.dtype} {list(odd.shape)}, "
@@ -222,73 +275,11 @@ class Mapper:
         for both in self.mxfp4.values():
             if len(both) != 2:
                 (only,) = both.values()
-                raise ConvertError(f"{self.config.folder}: tensor {only.name} has no blocks or scales beside it")
+                raise ConvertError(
+                    f"{self.config.folder}: tensor {only.name} has no blocks or scales beside it"
+                )
         if str(self.config.rope["rope_type"]).lower() == "llama3":
             factors = llama3_factors(self.config.rope, self.config.head_size)
             part = Part(lambda: factors.reshape(1, -1), Type.F32, lambda: None)
             self.put("rope_freqs.weight", factors.shape, [part])
         return self.tensors
-
-
-def rows_part(weight: Weight, first: int, count: int, transpose: bool = False) -> Part:
-    """Rows of a weight, transposed or as they are."""
-
-    def load() -> np.ndarray:
-        rows = weight.rows(first, count)
-        return rows.T if transpose else rows
-
-    return Part(load, weight.type, lambda: forget(weight.data[first : first + count]))
-
-
-def expert_part(weight: Weight, e: int, rows: int, turned: bool, taken: slice) -> Part:
-    """Expert e of a stack [E, rows, cols]: some rows of it, or of its transpose."""
-
-    def load() -> np.ndarray:
-        matrix = weight.rows(e * rows, rows)
-        return (matrix.T if turned else matrix)[taken]
-
-    return Part(load, weight.type, lambda: forget(weight.data[e * rows : (e + 1) * rows]))
-
-
-def permuted_part(weight: Weight, n_head: int) -> Part:
-    """Rows of each head from (first half, second half) to alternating: llama rotates (0,1), (2,3).."""
-    rows = len(weight.data) if len(weight.shape) > 1 else weight.shape[0]
-    order = np.arange(rows).reshape(n_head, 2, rows // n_head // 2).swapaxes(1, 2).reshape(-1)
-
-    def load() -> np.ndarray:
-        all_rows = weight.rows(0, len(weight.data))
-        return all_rows[order] if len(weight.shape) > 1 else all_rows[:, order]
-
-    return Part(load, weight.type, lambda: forget(weight.data))
-
-
-def mxfp4_part(blocks: Weight, scales: Weight, e: int, taken: slice) -> Part:
-    """One expert's MXFP4 blocks as GGUF has them: the scale byte, then weight i beside i + 16.
-
-    The checkpoint has weights 2 i and 2 i + 1 in byte i, low nibble first. No value changes.
-    """
-    rows = blocks.shape[1]
-
-    def load() -> np.ndarray:
-        raw = blocks.data.reshape(*blocks.shape)[e][taken]
-        codes = np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:2], 32)
-        packed = codes[..., :16] | (codes[..., 16:] << 4)
-        scale = scales.data.reshape(scales.shape)[e][taken][..., None]
-        return np.concatenate([scale, packed], -1).reshape(len(raw), -1)
-
-    per_expert = len(blocks.data) // blocks.shape[0]
-    assert per_expert == rows * blocks.shape[2]
-    return Part(load, Type.MXFP4, lambda: forget(blocks.data[e * per_expert : (e + 1) * per_expert]))
-
-
-def llama3_factors(rope: dict, n_rot: int) -> np.ndarray:
-    """What Llama 3.1's scaling divides the frequencies by, float32 [n_rot / 2].
-
-    Wave lengths below old / high_freq_factor stay, those above old / low_freq_factor are stretched
-    by factor, and between the two the inverse is interpolated.
-    """
-    frequency = rope["rope_theta"] ** (-np.arange(0, n_rot, 2, dtype=np.float32) / np.float32(n_rot))
-    low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
-    factor, old = rope.get("factor", 8.0), rope.get("original_max_position_embeddings", 8192)
-    smooth = np.clip((old * frequency / (2 * np.pi) - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)

@@ -16,10 +16,13 @@ from dali_gguf.errors import ConvertError
 
 # facts of llama.cpp: the text that is encoded, and sha256 of the printed list of ids
 PROBE = (
-    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) "
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis "
+    "concatenated) "
     "✅ 🦙🦙 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 "
-    "?我想在apple工作1314151天～ ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? "
-    "I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL"
+    "?我想在apple工作1314151天～ ------======= нещо на Български "
+    "''''''```````\"\"\"\"......!!!!!!?????? "
+    "I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? "
+    "We'Ve a'lL"
 )
 HASHES = {
     "0ef9807a4087ebef797fc749390439009c3b9eda9ad1a097abbe738f486c01e5": "llama-bpe",
@@ -50,7 +53,8 @@ HASHES = {
 }
 # names whose regular expressions (dali_gguf.tokenizer_patterns) are compared with an unknown file
 STRUCTURES = (
-    "gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35", "deepseek-llm", "deepseek-coder", "deepseek-v3",
+    "gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35", "deepseek-llm", "deepseek-coder",
+    "deepseek-v3",
     "gpt-4o", "tekken", "kimi-k2", "seed-coder",
 )  # fmt: skip
 

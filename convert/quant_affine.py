@@ -1,16 +1,34 @@
 """Quantizers of the K types with minimums: Q2_K, Q4_K, Q5_K (256 weights a super-block).
 
-x ~ d sc[j] q - dmin mn[j]: d, dmin halves a super-block, sc and mn integers a sub-block j, q a weight.
+x ~ d sc[j] q - dmin mn[j]: d, dmin halves a super-block, sc and mn integers a sub-block j, q a
+weight.
 First every sub-block gets its own best real scale and minimum, then these are rounded to integers,
 then d and dmin are solved again for the levels found, as long as the error falls.
 """
 
 import numpy as np
 
-from dali_gguf.convert.quant_lanes import fit_affine, muladd, safe_inverse, to_half, half_bits, transpose
+from dali_gguf.convert.quant_lanes import (
+    fit_affine,
+    muladd,
+    safe_inverse,
+    to_half,
+    half_bits,
+    transpose,
+)
 from dali_gguf.kernels.lanes import sum_f32, zero_f32x8
 from dali_gguf.kernels.simd import (
-    address_of, inline, jit, load_f32x8, splat_f32x8, store, v_fadd, v_fmul, v_fsub, v_max, v_min,
+    address_of,
+    inline,
+    jit,
+    load_f32x8,
+    splat_f32x8,
+    store,
+    v_fadd,
+    v_fmul,
+    v_fsub,
+    v_max,
+    v_min,
     v_round,
 )
 
@@ -42,7 +60,8 @@ def integer_scales(values, weights, count, top, integers):
 
 @inline
 def levels_pass(x, w, n, high, d, dmin, sc, mn, q, sums):
-    """Levels q [n, 8] float32 for 8 sub-blocks at given d, dmin; returns the lanes' weighted errors.
+    """Levels q [n, 8] float32 for 8 sub-blocks at given d, dmin; returns the lanes' weighted
+    errors.
 
     sums float32 [3, 8] receives sum w q, sum w q^2, sum w q x.
     """
@@ -96,8 +115,9 @@ def fit_super_block(x, w, n, groups, high, top, tries, polish, rounds, work, q, 
     sc, mn, scales, minimums, sw, sx, sens, sums = work
     count, size = 8 * groups, 32 * n
     for g in range(groups):
-        s, m, weight = fit_affine(x + g * size, w + g * size, n, high, -0.9, 1.8 / (tries - 1), tries,
-                                  False, polish)
+        s, m, weight = fit_affine(
+            x + g * size, w + g * size, n, high, -0.9, 1.8 / (tries - 1), tries, False, polish
+        )
         store(address_of(scales) + 32 * g, s)
         store(address_of(minimums) + 32 * g, v_fsub(zero_f32x8(), m))
         store(address_of(sw) + 32 * g, weight)
@@ -114,8 +134,16 @@ def fit_super_block(x, w, n, groups, high, top, tries, polish, rounds, work, q, 
         error = np.float32(0.0)
         for g in range(groups):
             error += levels_pass(
-                x + g * size, w + g * size, n, high, d, dmin, address_of(sc) + 32 * g,
-                address_of(mn) + 32 * g, target + half + g * size, address_of(sums) + 96 * g,
+                x + g * size,
+                w + g * size,
+                n,
+                high,
+                d,
+                dmin,
+                address_of(sc) + 32 * g,
+                address_of(mn) + 32 * g,
+                target + half + g * size,
+                address_of(sums) + 96 * g,
             )
         if not error < best:
             break
@@ -136,7 +164,11 @@ def rescale(d, dmin, sums, sw, sx, sc, mn, count, top):
     """New integers: each sub-block's own least-squares scale and minimum in units of d and dmin."""
     for j in range(count):
         g, lane = j // 8, j % 8
-        sl, sl2, sxl = np.float64(sums[g, 0, lane]), np.float64(sums[g, 1, lane]), np.float64(sums[g, 2, lane])
+        sl, sl2, sxl = (
+            np.float64(sums[g, 0, lane]),
+            np.float64(sums[g, 1, lane]),
+            np.float64(sums[g, 2, lane]),
+        )
         determinant = sw[j] * sl2 - sl * sl
         if determinant <= 0:
             continue
@@ -240,7 +272,10 @@ def quantize_q2_k(x, w, cols, out):
             for i in range(32):
                 at = 128 * half + i
                 o[16 + 32 * half + i] = (
-                    levels[at] | (levels[at + 32] << 2) | (levels[at + 64] << 4) | (levels[at + 96] << 6)
+                    levels[at]
+                    | (levels[at + 32] << 2)
+                    | (levels[at + 64] << 4)
+                    | (levels[at + 96] << 6)
                 )
         put_half(o, 80, d)
         put_half(o, 82, dmin)

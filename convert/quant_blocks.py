@@ -8,13 +8,33 @@ import numpy as np
 
 from dali_gguf.convert.quant_affine import put_half
 from dali_gguf.convert.quant_lanes import (
-    GRID, IQ4_VALUES, TABLE, fit_affine, fit_scale, half_bits, half_value, nearest_level,
-    safe_inverse, to_half, transpose, where_less,
+    GRID,
+    IQ4_VALUES,
+    TABLE,
+    fit_affine,
+    fit_scale,
+    half_bits,
+    half_value,
+    nearest_level,
+    safe_inverse,
+    to_half,
+    where_less,
 )
 from dali_gguf.kernels.lanes import max_f32, narrow_i8, to_i32, zero_f32x8
 from dali_gguf.kernels.simd import (
-    address_of, inline, jit, load_f32x8, splat_f32x8, store, v_abs, v_fadd, v_fmul, v_fsub, v_max,
-    v_min, v_round,
+    address_of,
+    inline,
+    jit,
+    load_f32x8,
+    splat_f32x8,
+    store,
+    v_abs,
+    v_fadd,
+    v_fmul,
+    v_fsub,
+    v_max,
+    v_min,
+    v_round,
 )
 
 FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of FP4 (E2M1)
@@ -22,7 +42,8 @@ FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of FP4 (E2M1)
 
 @inline
 def load_group(x, w, cols, first, count, lanes):
-    """lanes float32 [2, 32 8]: weights and importances of blocks first..first+7, the last repeated."""
+    """lanes float32 [2, 32 8]: weights and importances of blocks first..first+7, the last
+    repeated."""
     for j in range(8):
         at = min(first + j, count - 1) * 32
         column = at % cols
@@ -105,7 +126,11 @@ def quantize_q8_0(x, w, cols, out):
 @jit
 def quantize_q4_0(x, w, cols, out):
     """18 bytes a block."""
-    lanes, q, scales = np.empty((2, 256), np.float32), np.empty(256, np.float32), np.empty(8, np.float32)
+    lanes, q, scales = (
+        np.empty((2, 256), np.float32),
+        np.empty(256, np.float32),
+        np.empty(8, np.float32),
+    )
     count = x.size // 32
     for first in range(0, count, 8):
         load_group(x, w, cols, first, count, lanes)
@@ -119,7 +144,11 @@ def quantize_q4_0(x, w, cols, out):
 @jit
 def quantize_q5_0(x, w, cols, out):
     """22 bytes a block."""
-    lanes, q, scales = np.empty((2, 256), np.float32), np.empty(256, np.float32), np.empty(8, np.float32)
+    lanes, q, scales = (
+        np.empty((2, 256), np.float32),
+        np.empty(256, np.float32),
+        np.empty(8, np.float32),
+    )
     count = x.size // 32
     for first in range(0, count, 8):
         load_group(x, w, cols, first, count, lanes)
@@ -134,7 +163,11 @@ def quantize_q5_0(x, w, cols, out):
 @jit
 def quantize_iq4_nl(x, w, cols, out):
     """18 bytes a block."""
-    lanes, q, scales = np.empty((2, 256), np.float32), np.empty(256, np.float32), np.empty(8, np.float32)
+    lanes, q, scales = (
+        np.empty((2, 256), np.float32),
+        np.empty(256, np.float32),
+        np.empty(8, np.float32),
+    )
     index = np.zeros(256, np.float32)
     for k in range(16):
         index[IQ4_VALUES[k] + 128] = k
@@ -227,11 +260,16 @@ def quantize_mxfp4(x, w, cols, out):
         small[3] = -127
         for k in range(-1, 2):
             for j in range(8):
-                small[1, j] = np.float32(0.5) * np.float32(2.0) ** max(small[0, j] + k, np.float32(-120.0))
+                small[1, j] = np.float32(0.5) * np.float32(2.0) ** max(
+                    small[0, j] + k, np.float32(-120.0)
+                )
             error = fp4_error(xs, ws, load_f32x8(address_of(small) + 32))
             candidate = splat_f32x8(np.float32(k))
             exponent = v_fadd(load_f32x8(address_of(small)), candidate)
-            store(address_of(small) + 96, where_less(error, best, exponent, load_f32x8(address_of(small) + 96)))
+            store(
+                address_of(small) + 96,
+                where_less(error, best, exponent, load_f32x8(address_of(small) + 96)),
+            )
             best = v_min(best, error)
         for j in range(8):
             small[3, j] = max(small[3, j], np.float32(-127.0))

@@ -2,7 +2,8 @@
 
 A *sub-block* is the run of n weights that share one scale. x and w are addresses of float32 [n, 8]:
 element i of sub-block j stands at 8 i + j, so that every sum over a sub-block stays in its lane.
-All fits minimise sum(w (x - approximation)^2) over the integer levels q and the scale (and minimum).
+All fits minimise sum(w (x - approximation)^2) over the integer levels q and the scale (and
+minimum).
 """
 
 import numpy as np
@@ -12,8 +13,19 @@ from numba.extending import intrinsic
 
 from dali_gguf.kernels.lanes import zero_f32x8
 from dali_gguf.kernels.simd import (
-    call, inline, jit, load_f32x8, splat_f32x8, v_abs, v_fdiv, v_fmul, v_fsub, v_fadd, v_max,
-    v_min, v_round,
+    call,
+    inline,
+    jit,
+    load_f32x8,
+    splat_f32x8,
+    v_abs,
+    v_fdiv,
+    v_fmul,
+    v_fsub,
+    v_fadd,
+    v_max,
+    v_min,
+    v_round,
 )
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -105,7 +117,9 @@ def table_level(v):
     for k in range(15):
         step = IQ4_VALUES[k + 1] - IQ4_VALUES[k]
         middle = np.float32(IQ4_VALUES[k] + 0.5 * step)
-        level = v_fadd(level, where_less(splat_f32x8(middle), v, splat_f32x8(np.float32(step)), zero))
+        level = v_fadd(
+            level, where_less(splat_f32x8(middle), v, splat_f32x8(np.float32(step)), zero)
+        )
     return level
 
 
@@ -206,11 +220,14 @@ def affine_sums(x, w, n, inverse, minimum, high):
 
 @inline
 def solve_affine(sw, sx, sl, sl2, sxl, signed):
-    """Least-squares scale, minimum and the explained part of sum w x^2; minimum <= 0 unless signed."""
+    """Least-squares scale, minimum and the explained part of sum w x^2; minimum <= 0 unless
+    signed."""
     zero = zero_f32x8()
     product = v_fmul(sw, sl2)
     determinant = v_fsub(product, v_fmul(sl, sl))
-    least = v_fmul(product, splat_f32x8(np.float32(1e-6)))  # below: all levels alike, no two unknowns
+    least = v_fmul(
+        product, splat_f32x8(np.float32(1e-6))
+    )  # below: all levels alike, no two unknowns
     inverse = where_less(least, determinant, safe_inverse(determinant), zero)
     through_zero = v_fmul(sxl, safe_inverse(sl2))
     scale = v_fmul(v_fsub(v_fmul(sw, sxl), v_fmul(sx, sl)), inverse)

@@ -9,12 +9,27 @@ import numpy as np
 
 from dali_gguf.convert.quant_affine import put_half
 from dali_gguf.convert.quant_lanes import (
-    GRID, IQ4_VALUES, TABLE, fit_scale, muladd, nearest_level, safe_inverse, to_half, transpose,
+    GRID,
+    IQ4_VALUES,
+    TABLE,
+    fit_scale,
+    muladd,
+    nearest_level,
+    safe_inverse,
+    to_half,
+    transpose,
     weighted_sums,
 )
 from dali_gguf.kernels.lanes import sum_f32, zero_f32x8
 from dali_gguf.kernels.simd import (
-    address_of, inline, jit, load_f32x8, splat_f32x8, store, v_fmul, v_fsub,
+    address_of,
+    inline,
+    jit,
+    load_f32x8,
+    splat_f32x8,
+    store,
+    v_fmul,
+    v_fsub,
 )
 
 
@@ -46,7 +61,8 @@ def signed_scales(values, weights, count, top, integers):
 
 @inline
 def levels_pass(x, w, n, low, high, levels, d, sc, q, sums):
-    """Levels q [n, 8] of 8 sub-blocks at unit d; sums [2, 8]: sum w q x, sum w q^2. Returns the error."""
+    """Levels q [n, 8] of 8 sub-blocks at unit d; sums [2, 8]: sum w q x, sum w q^2. Returns the
+    error."""
     scale = v_fmul(splat_f32x8(d), load_f32x8(sc))
     inverse = safe_inverse(scale)
     lows, highs = splat_f32x8(np.float32(low)), splat_f32x8(np.float32(high))
@@ -65,8 +81,25 @@ def levels_pass(x, w, n, low, high, levels, d, sc, q, sums):
 
 
 @inline
-def fit_super_block(x, w, n, groups, low, high, levels, top, first, step, tries, both, polish, rounds,
-                    work, q, best_sc):
+def fit_super_block(
+    x,
+    w,
+    n,
+    groups,
+    low,
+    high,
+    levels,
+    top,
+    first,
+    step,
+    tries,
+    both,
+    polish,
+    rounds,
+    work,
+    q,
+    best_sc,
+):
     """Quantizes one super-block: returns d (rounded to half), fills best_sc and q[0].
 
     x, w: addresses of float32 [groups, n, 8]; q float32 [2, groups n 8].
@@ -74,7 +107,9 @@ def fit_super_block(x, w, n, groups, low, high, levels, top, first, step, tries,
     sc, scales, sw, sums = work
     count, size = 8 * groups, 32 * n
     for g in range(groups):
-        s = fit_scale(x + g * size, w + g * size, n, low, high, levels, first, step, tries, both, polish)
+        s = fit_scale(
+            x + g * size, w + g * size, n, low, high, levels, first, step, tries, both, polish
+        )
         weight, _, _ = weighted_sums(x + g * size, w + g * size, n)
         store(address_of(scales) + 32 * g, s)
         store(address_of(sw) + 32 * g, weight)
@@ -84,9 +119,18 @@ def fit_super_block(x, w, n, groups, low, high, levels, top, first, step, tries,
     for round_ in range(rounds + 1):
         error = np.float32(0.0)
         for g in range(groups):
-            error += levels_pass(x + g * size, w + g * size, n, low, high, levels, d,
-                                 address_of(sc) + 32 * g, target + half + g * size,
-                                 address_of(sums) + 64 * g)
+            error += levels_pass(
+                x + g * size,
+                w + g * size,
+                n,
+                low,
+                high,
+                levels,
+                d,
+                address_of(sc) + 32 * g,
+                target + half + g * size,
+                address_of(sums) + 64 * g,
+            )
         if not error < best:
             break
         best, best_d = error, d
@@ -139,7 +183,9 @@ def quantize_q6_k(x, w, cols, out):
     levels = np.empty(256, np.uint8)
     for block in range(x.size // 256):
         load_super_block(x, w, block * 256, block * 256 % cols, 16, 2, lanes)
-        d = fit_super_block(xs, ws, 16, 2, -32, 31, GRID, 128, -0.9, 0.15, 13, False, 1, 3, work, q, sc)
+        d = fit_super_block(
+            xs, ws, 16, 2, -32, 31, GRID, 128, -0.9, 0.15, 13, False, 1, 3, work, q, sc
+        )
         untranspose16(q, 32, levels)
         o = out[block * 210 : block * 210 + 210]
         for half in range(2):
@@ -148,7 +194,9 @@ def quantize_q6_k(x, w, cols, out):
                 a, b, c, e = levels[at], levels[at + 32], levels[at + 64], levels[at + 96]
                 o[64 * half + i] = (a & 15) | ((c & 15) << 4)
                 o[64 * half + 32 + i] = (b & 15) | ((e & 15) << 4)
-                o[128 + 32 * half + i] = (a >> 4) | ((b >> 4) << 2) | ((c >> 4) << 4) | ((e >> 4) << 6)
+                o[128 + 32 * half + i] = (
+                    (a >> 4) | ((b >> 4) << 2) | ((c >> 4) << 4) | ((e >> 4) << 6)
+                )
         for j in range(16):
             o[192 + j] = np.uint8(np.int64(sc[j]) & 255)
         put_half(o, 208, d)
@@ -174,7 +222,9 @@ def quantize_q3_k(x, w, cols, out):
             for i in range(32):
                 at = 128 * half + i
                 o[32 + 32 * half + i] = (
-                    (levels[at] & 3) | ((levels[at + 32] & 3) << 2) | ((levels[at + 64] & 3) << 4)
+                    (levels[at] & 3)
+                    | ((levels[at + 32] & 3) << 2)
+                    | ((levels[at + 64] & 3) << 4)
                     | ((levels[at + 96] & 3) << 6)
                 )
         for j in range(4):
@@ -206,7 +256,9 @@ def quantize_iq4_xs(x, w, cols, out):
         index[IQ4_VALUES[k] + 128] = k
     for block in range(x.size // 256):
         load_super_block(x, w, block * 256, block * 256 % cols, 32, 1, lanes)
-        d = fit_super_block(xs, ws, 32, 1, -127, 113, TABLE, 32, -7.0, 1.0, 15, True, 2, 4, work, q, sc)
+        d = fit_super_block(
+            xs, ws, 32, 1, -127, 113, TABLE, 32, -7.0, 1.0, 15, True, 2, 4, work, q, sc
+        )
         o = out[block * 136 : block * 136 + 136]
         put_half(o, 0, d)
         high = 0

@@ -12,7 +12,14 @@ from dali_gguf.convert.gguf_output import TensorInfo, Value, u32
 from dali_gguf.convert.gguf_typed import SPLIT_KEYS, read_typed
 from dali_gguf.convert.imatrix_file import Importance
 from dali_gguf.convert.quantizers import PLAIN
-from dali_gguf.convert.recipes import MIXTURES, Choice, ModelFacts, Wishes, choose_types, tensor_order
+from dali_gguf.convert.recipes import (
+    MIXTURES,
+    Choice,
+    ModelFacts,
+    Wishes,
+    choose_types,
+    tensor_order,
+)
 from dali_gguf.convert.write_model import PlannedTensor
 from dali_gguf.errors import InputError, ModelFileError
 from dali_gguf.gguf_file import GGUFFile
@@ -38,7 +45,10 @@ def model_facts(metadata: dict, path: Path) -> ModelFacts:
     """The few sizes that recipes look at, from GGUF keys."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        raise ModelFileError(f"{path}: general.architecture is missing; expected a model, not a vocabulary or adapter")
+        raise ModelFileError(
+            f"{path}: general.architecture is missing; expected a model, not a vocabulary or "
+            f"adapter"
+        )
 
     def number(key: str, default: int) -> int:
         value = metadata.get(f"{architecture}.{key}", default)
@@ -47,12 +57,20 @@ def model_facts(metadata: dict, path: Path) -> ModelFacts:
     heads = number("attention.head_count", 1)
     kv_heads = number("attention.head_count_kv", heads)
     return ModelFacts(
-        architecture, number("block_count", 0), number("expert_count", 0), heads // kv_heads if kv_heads else 0
+        architecture,
+        number("block_count", 0),
+        number("expert_count", 0),
+        heads // kv_heads if kv_heads else 0,
     )
 
 
-def plan(file: GGUFFile, mixture: str, wishes: Wishes, importance: Importance | None = None,
-         requantize: bool = False) -> Quantization:
+def plan(
+    file: GGUFFile,
+    mixture: str,
+    wishes: Wishes,
+    importance: Importance | None = None,
+    requantize: bool = False,
+) -> Quantization:
     """Decides everything before the first byte is written. Raises InputError, ModelFileError."""
     path = file.paths[0]
     facts = model_facts(file.metadata, path)
@@ -64,7 +82,8 @@ def plan(file: GGUFFile, mixture: str, wishes: Wishes, importance: Importance | 
         changes = choice.info.type != tensor.type
         if changes and tensor.type not in PLAIN and not requantize:
             raise InputError(
-                f"{path}: tensor {tensor.name} is already {tensor.type.name}; quantize from an F32, F16 or BF16 "
+                f"{path}: tensor {tensor.name} is already {tensor.type.name}; quantize from an "
+                f"F32, F16 or BF16 "
                 "file, or accept the loss with --allow-requantize"
             )
         planned.append(PlannedTensor(choice, _matrices(tensor, importance if changes else None)))
@@ -93,8 +112,12 @@ def _matrices(tensor: Tensor, importance: Importance | None) -> list[Matrix]:
     rows = len(raw) // count
     parts = [raw[e * rows : (e + 1) * rows] for e in range(count)]
     return [
-        Matrix(lambda part=part: part, tensor.type, None if weights is None else weights[e],
-               lambda part=part: forget(part))
+        Matrix(
+            lambda part=part: part,
+            tensor.type,
+            None if weights is None else weights[e],
+            lambda part=part: forget(part),
+        )
         for e, part in enumerate(parts)
     ]
 
@@ -113,5 +136,3 @@ def forget(view: np.ndarray) -> None:
     length = (start + view.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length > 0:
         base.madvise(mmap.MADV_DONTNEED, first, length)
-
-

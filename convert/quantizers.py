@@ -70,11 +70,14 @@ def f32_to_bf16(bits, out):
     """float32 bits (uint32) to bfloat16 bits, nearest even; the values are finite."""
     for i in range(bits.size):
         v = bits[i]
-        out[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+        out[i] = np.uint16(
+            (v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        )
 
 
 def quantize(x: np.ndarray, type_: Type, importance: np.ndarray | None = None) -> np.ndarray:
-    """x float32 [rows, cols] as uint8 [rows, row_bytes]. importance: float32 [cols], mean about 1."""
+    """x float32 [rows, cols] as uint8 [rows, row_bytes]. importance: float32 [cols], mean about
+    1."""
     rows, cols = x.shape
     x = np.ascontiguousarray(x, np.float32).reshape(-1)
     if type_ == Type.F32:

@@ -43,7 +43,9 @@ def parse_mixture(name: str) -> str:
 def parse_type(name: str) -> Type:
     known = [t.name for _, t in MIXTURES.values()]
     if name.upper() not in known:
-        raise InputError(f"tensor type {name!r} is unknown; expected one of {' '.join(dict.fromkeys(known))}")
+        raise InputError(
+            f"tensor type {name!r} is unknown; expected one of {' '.join(dict.fromkeys(known))}"
+        )
     return Type[name.upper()]
 
 
@@ -63,7 +65,8 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for beyond the mixture's name. overrides: (regex, type), first match wins."""
+    """What the user asked for beyond the mixture's name. overrides: (regex, type), first match
+    wins."""
 
     overrides: tuple[tuple[str, Type], ...] = ()
     output: Type | None = None
@@ -206,7 +209,9 @@ class Recipe:
         if mixture in ("Q4_K_M", "Q5_K_M") and more_bits(layer, n):
             return Type.Q6_K
         early = layer < n // 8
-        if early and (mixture == "Q4_K_S" or (mixture in ("IQ4_NL", "IQ4_XS") and not self.wishes.imatrix)):
+        if early and (
+            mixture == "Q4_K_S" or (mixture in ("IQ4_NL", "IQ4_XS") and not self.wishes.imatrix)
+        ):
             return Type.Q5_K
         if early and self.wishes.imatrix and mixture in ("Q4_0", "Q5_0"):
             return Type.Q4_1 if mixture == "Q4_0" else Type.Q5_1
@@ -217,10 +222,14 @@ class Recipe:
         if self.facts.n_expert == 8:
             eased = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ4_XS")
             return Type.Q5_K if mixture in eased else self.default
-        return {"Q2_K": Type.Q3_K, "Q3_K_M": Type.Q4_K, "Q3_K_L": Type.Q5_K}.get(mixture, self.default)
+        return {"Q2_K": Type.Q3_K, "Q3_K_M": Type.Q4_K, "Q3_K_L": Type.Q5_K}.get(
+            mixture, self.default
+        )
 
 
-def choose_types(mixture: str, facts: ModelFacts, wishes: Wishes, tensors: list[TensorInfo]) -> list[Choice]:
+def choose_types(
+    mixture: str, facts: ModelFacts, wishes: Wishes, tensors: list[TensorInfo]
+) -> list[Choice]:
     """Types of all tensors, in the order of `tensors`."""
     names = {t.name for t in tensors}
     n_value = sum(category(name) == "v" for name in names)

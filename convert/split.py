@@ -30,8 +30,11 @@ def parse_size(text: str) -> int:
     return int(match[1]) * UNIT[match[2]]
 
 
-def assign(sizes: list[int], max_tensors: int | None, max_bytes: int | None, empty_first: bool) -> list[list[int]]:
-    """Indices of the tensors of each shard, in order; a tensor larger than max_bytes gets its own."""
+def assign(
+    sizes: list[int], max_tensors: int | None, max_bytes: int | None, empty_first: bool
+) -> list[list[int]]:
+    """Indices of the tensors of each shard, in order; a tensor larger than max_bytes gets its
+    own."""
     shards: list[list[int]] = [[]] if empty_first else []
     current: list[int] = []
     for i, size in enumerate(sizes):
@@ -44,8 +47,14 @@ def assign(sizes: list[int], max_tensors: int | None, max_bytes: int | None, emp
     return [*shards, current] if current else shards
 
 
-def split(source: str | Path, prefix: str, max_tensors: int | None, max_bytes: int | None,
-          empty_first: bool = False, dry_run: bool = False) -> list[tuple[Path, int, int]]:
+def split(
+    source: str | Path,
+    prefix: str,
+    max_tensors: int | None,
+    max_bytes: int | None,
+    empty_first: bool = False,
+    dry_run: bool = False,
+) -> list[tuple[Path, int, int]]:
     """Writes PREFIX-0000i-of-0000n.gguf; returns (path, tensors, bytes) of each shard."""
     file = GGUFFile.open(source)
     tensors = list(file.tensors.values())
@@ -55,7 +64,13 @@ def split(source: str | Path, prefix: str, max_tensors: int | None, max_bytes: i
     for i, group in enumerate(groups):
         own = keys if i == 0 else {}
         metadata = own | _split_keys(i, len(groups), len(tensors))
-        outputs.append((Path(f"{prefix}-{i + 1:05d}-of-{len(groups):05d}.gguf"), metadata, [tensors[j] for j in group]))
+        outputs.append(
+            (
+                Path(f"{prefix}-{i + 1:05d}-of-{len(groups):05d}.gguf"),
+                metadata,
+                [tensors[j] for j in group],
+            )
+        )
     sizes = [_size(metadata, part) for _, metadata, part in outputs]
     if not dry_run:
         _write(outputs, sizes, file.paths)
@@ -91,9 +106,14 @@ def _size(metadata: dict[str, Value], tensors: list[Tensor]) -> int:
     return len(header(metadata, infos)) + sum(i.padded for i in infos)
 
 
-def _write(outputs: list[tuple[Path, dict, list[Tensor]]], sizes: list[int], inputs: list[Path]) -> None:
+def _write(
+    outputs: list[tuple[Path, dict, list[Tensor]]], sizes: list[int], inputs: list[Path]
+) -> None:
     """All files or none: each gets its name only when all are written."""
-    with ExitStack() as stack, tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=None) as bar:
+    with (
+        ExitStack() as stack,
+        tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=None) as bar,
+    ):
         files = []
         for (path, metadata, tensors), size in zip(outputs, sizes):
             out = stack.enter_context(OutputFile(path, size, inputs))

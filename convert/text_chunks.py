@@ -6,7 +6,9 @@ from dali_gguf.errors import InputError
 from dali_gguf.tokenizer import Tokenizer
 
 
-def read_chunks(path: str | Path, tokenizer: Tokenizer, size: int, limit: int = -1) -> list[list[int]]:
+def read_chunks(
+    path: str | Path, tokenizer: Tokenizer, size: int, limit: int = -1
+) -> list[list[int]]:
     """Runs of `size` token ids; a rest at the end is left out. Where the model wants a BOS token it
     stands at the start of the text, and in place of the first token of every later run.
 
@@ -19,8 +21,14 @@ def read_chunks(path: str | Path, tokenizer: Tokenizer, size: int, limit: int = 
     ids = tokenizer.encode(text)
     count = len(ids) // size
     if count < 1:
-        raise InputError(f"{path}: {len(ids)} tokens, expected at least {size}; give a longer text or a smaller --ctx")
-    chunks = [list(ids[i * size : (i + 1) * size]) for i in range(count if limit < 0 else min(count, limit))]
+        raise InputError(
+            f"{path}: {len(ids)} tokens, expected at least {size}; give a longer text or a "
+            f"smaller --ctx"
+        )
+    chunks = [
+        list(ids[i * size : (i + 1) * size])
+        for i in range(count if limit < 0 else min(count, limit))
+    ]
     bos = ids[0] if tokenizer.add_bos else None
     if bos is not None:
         for chunk in chunks:

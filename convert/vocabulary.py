@@ -48,7 +48,8 @@ def tokenizer_keys(folder: Path, config: Config, pre: str | None = None) -> dict
             return _spm_keys(folder, config, pieces)
     if not (folder / "tokenizer.json").is_file():
         raise ConvertError(
-            f"{folder}: no tokenizer.json{' or tokenizer.model' if config.architecture.spm else ''}; "
+            f"{folder}: no "
+            f"tokenizer.json{' or tokenizer.model' if config.architecture.spm else ''}; "
             "fetch the tokenizer's files of the model"
         )
     tokenizer = read_json(folder / "tokenizer.json", "a tokenizer")
@@ -99,7 +100,12 @@ def _bpe_keys(folder: Path, config: Config, tokenizer: dict, pre: str | None) ->
     for text, id_ in vocab.items():
         words.set(id_, text, Kind.CONTROL if text in named else Kind.NORMAL)
     for token in added:
-        words.set(token["id"], *_added_kind(token["content"], token.get("special", False) or token["content"] in named))
+        words.set(
+            token["id"],
+            *_added_kind(
+                token["content"], token.get("special", False) or token["content"] in named
+            ),
+        )
     keys = {
         "tokenizer.ggml.model": string("gpt2"),
         "tokenizer.ggml.pre": string(pre or recognize(folder / "tokenizer.json", tokenizer)),
@@ -112,7 +118,9 @@ def _bpe_keys(folder: Path, config: Config, tokenizer: dict, pre: str | None) ->
     return _with_settings(folder, config, keys | special)
 
 
-def _spm_keys(folder: Path, config: Config, pieces: list[tuple[str, float, int]]) -> dict[str, Value]:
+def _spm_keys(
+    folder: Path, config: Config, pieces: list[tuple[str, float, int]]
+) -> dict[str, Value]:
     words = Vocabulary(config.get("vocab_size", default=len(pieces)))
     for id_, (text, score, kind) in enumerate(pieces):  # user-defined pieces count as ordinary ones
         words.set(id_, text, Kind.NORMAL if kind == Kind.USER_DEFINED else kind, score)
@@ -120,7 +128,9 @@ def _spm_keys(folder: Path, config: Config, pieces: list[tuple[str, float, int]]
     for content, id_ in (read_json(path, "tokens") if path.is_file() else {}).items():
         words.set(id_, content, Kind.USER_DEFINED, -1000.0)
     path = folder / "tokenizer_config.json"
-    decoder = (read_json(path, "settings") if path.is_file() else {}).get("added_tokens_decoder") or {}
+    decoder = (read_json(path, "settings") if path.is_file() else {}).get(
+        "added_tokens_decoder"
+    ) or {}
     for id_, token in decoder.items():
         words.set(int(id_), *_added_kind(token["content"], token.get("special", False)), -1000.0)
     return _llama_keys(folder, config, words)
@@ -130,20 +140,30 @@ def _fallback_keys(folder: Path, config: Config, tokenizer: dict) -> dict[str, V
     """SentencePiece's BPE kept as a tokenizer.json: a token's score is minus its merge's rank."""
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
     vocab = model["vocab"]
-    words = Vocabulary(_vocabulary_size(folder, config, max([*vocab.values(), *(t["id"] for t in added)])))
+    words = Vocabulary(
+        _vocabulary_size(folder, config, max([*vocab.values(), *(t["id"] for t in added)]))
+    )
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(model["merges"]):
-        ranks.setdefault("".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1), rank)
+        ranks.setdefault(
+            "".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1), rank
+        )
     for text, id_ in vocab.items():
         if text == model.get("unk_token"):
             kind = Kind.UNKNOWN
         else:
-            kind = Kind.BYTE if len(text) == 6 and text.startswith("<0x") and text.endswith(">") else Kind.NORMAL
+            kind = (
+                Kind.BYTE
+                if len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+                else Kind.NORMAL
+            )
         unmerged = 0.0 if kind != Kind.NORMAL else -float(len(ranks))
         words.set(id_, text, kind, -float(ranks[text]) if text in ranks else unmerged)
     for token in added:
         if token["content"] != model.get("unk_token"):
-            words.set(token["id"], *_added_kind(token["content"], token.get("special", False)), -1000.0)
+            words.set(
+                token["id"], *_added_kind(token["content"], token.get("special", False)), -1000.0
+            )
     return _llama_keys(folder, config, words)
 
 
@@ -155,7 +175,9 @@ def _llama_keys(folder: Path, config: Config, words: Vocabulary) -> dict[str, Va
         "tokenizer.ggml.scores": array(V.FLOAT32, words.scores),
         "tokenizer.ggml.token_type": array(V.INT32, words.kinds),
     }
-    return _with_settings(folder, config, keys | special_keys(gguf.SpecialVocab(folder, n_vocab=words.size)))
+    return _with_settings(
+        folder, config, keys | special_keys(gguf.SpecialVocab(folder, n_vocab=words.size))
+    )
 
 
 def _with_settings(folder: Path, config: Config, keys: dict[str, Value]) -> dict[str, Value]:

@@ -26,8 +26,13 @@ class PlannedTensor:
         return self.choice.info
 
 
-def write_model(path: str | Path, metadata: dict[str, Value], tensors: list[PlannedTensor], inputs: list,
-                threads: int | None = None) -> int:
+def write_model(
+    path: str | Path,
+    metadata: dict[str, Value],
+    tensors: list[PlannedTensor],
+    inputs: list,
+    threads: int | None = None,
+) -> int:
     """Writes the file and returns its size in bytes. inputs: files that must not be overwritten.
 
     Raises ConvertError when the disk is full or the user interrupts; nothing is left then.
@@ -36,7 +41,14 @@ def write_model(path: str | Path, metadata: dict[str, Value], tensors: list[Plan
     size = len(head) + sum(t.info.padded for t in tensors)
     threads = threads or len(available_cpus())
     with OutputFile(path, size, inputs) as out, ThreadPoolExecutor(threads) as pool:
-        bar = tqdm(total=size, unit="B", unit_scale=True, desc=Path(path).name, disable=None, file=sys.stderr)
+        bar = tqdm(
+            total=size,
+            unit="B",
+            unit_scale=True,
+            desc=Path(path).name,
+            disable=None,
+            file=sys.stderr,
+        )
         with bar:
             out.write(head)
             bar.update(len(head))
@@ -94,7 +106,10 @@ def summary(path: str | Path, size: int, choices: list[Choice]) -> str:
     fallen = [c for c in choices if c.fell_back]
     if not fallen:
         return text
-    lines = [f"{len(fallen)} of {len(choices)} tensors fell back, their rows do not fit the type's block:"]
+    lines = [
+        f"{len(fallen)} of {len(choices)} tensors fell back, their rows do not fit the type's "
+        f"block:"
+    ]
     for c in fallen:
         lines.append(
             f"  {c.info.name}: rows of {c.info.shape[-1]}, {c.wanted.name} -> {c.info.type.name} "

@@ -14,12 +14,17 @@ from dali_gguf.engine import Engine
 from dali_gguf.gguf_file import GGUFFile
 from tests.numpy_device import NumpyDevice
 from tests.tiny_checkpoints import (
-    edit_config, edit_weights, fuse_experts, write_checkpoint, write_sentencepiece,
+    edit_config,
+    edit_weights,
+    fuse_experts,
+    write_checkpoint,
+    write_sentencepiece,
 )
 from tests.vocabulary_file import N_VOCAB
 
 SAME = (
-    "llama", "llama3-rope", "llama-linear", "mixtral", "qwen2", "qwen2-yarn", "qwen3", "qwen2moe", "qwen3moe",
+    "llama", "llama3-rope", "llama-linear", "mixtral", "qwen2", "qwen2-yarn", "qwen3", "qwen2moe",
+    "qwen3moe",
     "olmoe", "deepseek2-lite", "deepseek2-groups", "deepseek3", "gpt-oss",
 )  # fmt: skip
 IDS = np.random.default_rng(3).integers(0, N_VOCAB, 24).tolist()
@@ -105,7 +110,8 @@ def test_sharded_checkpoint_is_the_same_file(tmp_path):
 
 
 def test_gpt_oss_mxfp4_is_kept_bit_for_bit(tmp_path):
-    """The hub's blocks: low nibble first, weights 2 i and 2 i + 1 in a byte, gate and up rows alternating."""
+    """The hub's blocks: low nibble first, weights 2 i and 2 i + 1 in a byte, gate and up rows
+    alternating."""
     write_checkpoint(tmp_path, "gpt-oss", "bfloat16")
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (8, 128, 2, 16), dtype=np.uint8)
@@ -123,7 +129,9 @@ def test_gpt_oss_mxfp4_is_kept_bit_for_bit(tmp_path):
     file = convert(tmp_path, tmp_path / "m.gguf", "--type", "Q8_0")
     fp4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(8, 128, 2, 32)
-    expected = (fp4[codes] * np.exp2(scales[..., None].astype(np.float32) - 127)).reshape(8, 128, 64)
+    expected = (fp4[codes] * np.exp2(scales[..., None].astype(np.float32) - 127)).reshape(
+        8, 128, 64
+    )
     assert file.tensors["blk.0.ffn_gate_exps.weight"].type == T.MXFP4
     assert np.array_equal(values(file, "blk.0.ffn_gate_exps.weight"), expected[:, ::2])
     assert np.array_equal(values(file, "blk.3.ffn_up_exps.weight"), expected[:, 1::2])
@@ -136,7 +144,10 @@ def edit_weights_torch(folder, change) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = change(load_file(folder / "model.safetensors"))
-    tensors = {k: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for k, v in weights.items()}
+    tensors = {
+        k: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v
+        for k, v in weights.items()
+    }
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -153,17 +164,25 @@ def test_fp8_is_multiplied_by_its_scales(scales, tmp_path):
                 out[name] = w
                 continue
             rows, cols = w.shape
-            blocks = {"block": (-(-rows // 16), -(-cols // 16)), "tensor": (1, 1), "row": (rows, 1)}[scales]
+            blocks = {
+                "block": (-(-rows // 16), -(-cols // 16)),
+                "tensor": (1, 1),
+                "row": (rows, 1),
+            }[scales]
             scale = torch.rand(blocks) * 0.01 + 0.005
             wide = scale.repeat_interleave(-(-rows // blocks[0]), 0)[:rows]
             wide = wide.repeat_interleave(-(-cols // blocks[1]), 1)[:, :cols]
             out[name] = (w / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-            out[name + ("_scale_inv" if scales == "block" else "_scale")] = scale.reshape(() if scales == "tensor" else blocks)
+            out[name + ("_scale_inv" if scales == "block" else "_scale")] = scale.reshape(
+                () if scales == "tensor" else blocks
+            )
             expected[name] = (out[name].float() * wide).numpy()
         return out
 
     edit_weights_torch(tmp_path, to_fp8)
-    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    edit_config(
+        tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]}
+    )
     file = convert(tmp_path, tmp_path / "m.gguf", "--type", "F32")
     name = "model.layers.{}.mlp.experts.3.down_proj.weight"
     assert np.array_equal(values(file, "blk.1.ffn_down_exps.weight")[3], expected[name.format(1)])
@@ -179,7 +198,19 @@ def test_quantized_in_one_step_equals_two_steps(tmp_path):
     one = convert(tmp_path, tmp_path / "one.gguf", "--type", "Q8_0", "--tensor-type", "attn_v=Q5_0")
     convert(tmp_path, tmp_path / "plain.gguf", "--type", "BF16")
     two = tmp_path / "two.gguf"
-    assert main(["quantize", str(tmp_path / "plain.gguf"), str(two), "Q8_0", "--tensor-type", "attn_v=Q5_0"]) == 0
+    assert (
+        main(
+            [
+                "quantize",
+                str(tmp_path / "plain.gguf"),
+                str(two),
+                "Q8_0",
+                "--tensor-type",
+                "attn_v=Q5_0",
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "one.gguf").stat().st_size == two.stat().st_size
     other = GGUFFile.open(two)
     assert keys(one) == keys(other)
@@ -189,7 +220,20 @@ def test_quantized_in_one_step_equals_two_steps(tmp_path):
 def test_dry_run_writes_nothing(tmp_path, capsys):
     write_checkpoint(tmp_path, "mixtral")
     before = sorted(tmp_path.iterdir())
-    assert main(["convert", str(tmp_path), "-o", str(tmp_path / "m.gguf"), "--type", "Q4_K_M", "--dry-run"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path),
+                "-o",
+                str(tmp_path / "m.gguf"),
+                "--type",
+                "Q4_K_M",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert sorted(tmp_path.iterdir()) == before
     assert "blk.2.ffn_down_exps.weight" in out and "wanted Q6_K" in out and "bits per weight" in out

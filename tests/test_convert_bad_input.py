@@ -56,7 +56,9 @@ def test_number_of_experts_under_no_known_name(folder, capsys):
     assert "num_local_experts or num_experts or n_routed_experts is missing" in line
 
 
-@pytest.mark.parametrize("key, value", [("hidden_size", "64"), ("num_hidden_layers", 0), ("vocab_size", -1)])
+@pytest.mark.parametrize(
+    "key, value", [("hidden_size", "64"), ("num_hidden_layers", 0), ("vocab_size", -1)]
+)
 def test_size_of_the_wrong_kind(key, value, folder, capsys):
     edit_config(folder, **{key: value})
     line = refused(folder, capsys)
@@ -64,7 +66,8 @@ def test_size_of_the_wrong_kind(key, value, folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "method, name", [("gptq", "GPTQ"), ("awq", "AWQ"), ("bitsandbytes", "bitsandbytes"), ("new-one", "new-one")]
+    "method, name",
+    [("gptq", "GPTQ"), ("awq", "AWQ"), ("bitsandbytes", "bitsandbytes"), ("new-one", "new-one")],
 )
 def test_quantized_checkpoint_is_refused_by_name(method, name, folder, capsys):
     edit_config(folder, quantization_config={"quant_method": method})
@@ -72,12 +75,17 @@ def test_quantized_checkpoint_is_refused_by_name(method, name, folder, capsys):
 
 
 def test_missing_tensor(folder, capsys):
-    edit_weights(folder, lambda w: {k: v for k, v in w.items() if k != "model.layers.1.self_attn.k_norm.weight"})
+    edit_weights(
+        folder,
+        lambda w: {k: v for k, v in w.items() if k != "model.layers.1.self_attn.k_norm.weight"},
+    )
     assert "no tensor for blk.1.attn_k_norm.weight" in refused(folder, capsys)
 
 
 def test_missing_expert(folder, capsys):
-    edit_weights(folder, lambda w: {k: v for k, v in w.items() if "2.mlp.experts.5.up_proj" not in k})
+    edit_weights(
+        folder, lambda w: {k: v for k, v in w.items() if "2.mlp.experts.5.up_proj" not in k}
+    )
     line = refused(folder, capsys)
     assert "blk.2.ffn_up_exps.weight has 7 experts" in line and "expert 5 is missing" in line
 
@@ -85,11 +93,15 @@ def test_missing_expert(folder, capsys):
 def test_tensor_of_unexpected_shape(folder, capsys):
     name = "model.layers.0.self_attn.o_proj.weight"
     edit_weights(folder, lambda w: w | {name: w[name][:, :64]})
-    assert "blk.0.attn_output.weight is [64, 64], config.json says [64, 128]" in refused(folder, capsys)
+    assert "blk.0.attn_output.weight is [64, 64], config.json says [64, 128]" in refused(
+        folder, capsys
+    )
 
 
 def test_tensor_without_a_place(folder, capsys):
-    edit_weights(folder, lambda w: w | {"model.layers.0.surprise.weight": np.ones((2, 2), np.float32)})
+    edit_weights(
+        folder, lambda w: w | {"model.layers.0.surprise.weight": np.ones((2, 2), np.float32)}
+    )
     assert "model.layers.0.surprise.weight" in refused(folder, capsys)
 
 
@@ -121,7 +133,12 @@ def test_beyond_half_precision(folder, capsys):
 
 
 def test_missing_shard(folder, capsys):
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     assert "model-00002-of-00002.safetensors" in refused(folder, capsys)

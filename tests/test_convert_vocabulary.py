@@ -25,8 +25,10 @@ FILES = {
     "llama-bpe": [CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + TAIL],
     "qwen2": [CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + TAIL],
     "gpt-4o": [
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + CONTRACTIONS
-        + r"?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + CONTRACTIONS
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        + CONTRACTIONS
+        + r"?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        + CONTRACTIONS
         + r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
     "deepseek-v3": [
@@ -44,8 +46,20 @@ def pre_tokenizer(parts: list[str]) -> dict:
         if part == "digits":
             nodes.append({"type": "Digits", "individual_digits": True})
         elif part != "bytes":
-            nodes.append({"type": "Split", "pattern": {"Regex": part}, "behavior": "Isolated", "invert": False})
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": parts[-1] == "bytes"}
+            nodes.append(
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": part},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            )
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": parts[-1] == "bytes",
+    }
     return {"type": "Sequence", "pretokenizers": [*nodes, level]} if nodes else level
 
 
@@ -69,21 +83,36 @@ def config(name: str = "Qwen3MoeForCausalLM", **values) -> Config:
 def test_byte_level_bpe(tmp_path):
     write_tokenizer(tmp_path)
     keys = tokenizer_keys(tmp_path, config())
-    assert keys["tokenizer.ggml.model"] == string("gpt2") and keys["tokenizer.ggml.pre"] == string("gpt-2")
+    assert keys["tokenizer.ggml.model"] == string("gpt2") and keys["tokenizer.ggml.pre"] == string(
+        "gpt-2"
+    )
     words = [*json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]]
     padding = [f"[PAD{i}]" for i in range(len(words), N_VOCAB)]
     assert keys["tokenizer.ggml.tokens"] == array(V.STRING, words + padding)
     kinds = [3] * 3 + [1] * (len(words) - 3) + [5] * len(padding)
     assert keys["tokenizer.ggml.token_type"] == array(V.INT32, kinds)
-    assert keys["tokenizer.ggml.merges"] == array(V.STRING, ["t h", "Ġ t", "h e", "Ġt he", "i n", "e r"])
-    assert keys["tokenizer.ggml.bos_token_id"] == u32(1) and keys["tokenizer.ggml.eos_token_id"] == u32(2)
+    assert keys["tokenizer.ggml.merges"] == array(
+        V.STRING, ["t h", "Ġ t", "h e", "Ġt he", "i n", "e r"]
+    )
+    assert keys["tokenizer.ggml.bos_token_id"] == u32(1) and keys[
+        "tokenizer.ggml.eos_token_id"
+    ] == u32(2)
     assert keys["tokenizer.chat_template"] == string("{{ messages[0]['content'] }}")
 
 
 def test_added_tokens(tmp_path):
     tokenizer = tokenizer_json()
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    tokenizer["added_tokens"] += [{"id": 270, "content": "<|tool|>", **plain}, {"id": 271, "content": "\u2581x", **plain}]
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
+    tokenizer["added_tokens"] += [
+        {"id": 270, "content": "<|tool|>", **plain},
+        {"id": 271, "content": "\u2581x", **plain},
+    ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     tokens, kinds = ["?"] * N_VOCAB, [0] * N_VOCAB
@@ -104,7 +133,10 @@ def read(keys: dict, tokens: list, kinds: list) -> None:
 
 def test_sentencepiece_settings_of_llama(tmp_path):
     write_sentencepiece(tmp_path)
-    decoder = {"258": {"content": "<pad>", "special": True}, "270": {"content": "[X]", "special": False}}
+    decoder = {
+        "258": {"content": "<pad>", "special": True},
+        "270": {"content": "[X]", "special": False},
+    }
     settings = {"add_prefix_space": False, "add_bos_token": True, "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1}))
@@ -119,9 +151,20 @@ def test_sentencepiece_settings_of_llama(tmp_path):
 
 def test_sentencepiece_bpe_in_a_tokenizer_json(tmp_path):
     """Scores come from the order of merges, so that the same words come out."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", "a", "b", "ab", "\u2581ab"]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "\u2581",
+        "a",
+        "b",
+        "ab",
+        "\u2581ab",
+    ]
     model = {
-        "type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "vocab": {w: i for i, w in enumerate(words)},
+        "type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "vocab": {w: i for i,
+        w in enumerate(words)},
         "merges": ["a b", "\u2581 ab"],
     }  # fmt: skip
     added = [{"id": i, "content": w, "special": True} for i, w in enumerate(words[:3])]
@@ -133,16 +176,21 @@ def test_sentencepiece_bpe_in_a_tokenizer_json(tmp_path):
     assert kinds[:4] == [2, 3, 3, 6] and kinds[262] == 1
     scores = np.frombuffer(keys["tokenizer.ggml.scores"].raw[12:], np.float32)
     metadata = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.token_type": np.array(kinds, np.int32), "tokenizer.ggml.bos_token_id": 1,
     }  # fmt: skip
-    assert Tokenizer.from_metadata(metadata).encode("ab", add_special=False) == [words.index("\u2581ab")]
+    assert Tokenizer.from_metadata(metadata).encode("ab", add_special=False) == [
+        words.index("\u2581ab")
+    ]
 
 
 def test_read_pieces_is_sentencepieces_own_view(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     write_sentencepiece(tmp_path)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=(tmp_path / "tokenizer.model").read_bytes())
+    processor = sentencepiece.SentencePieceProcessor(
+        model_proto=(tmp_path / "tokenizer.model").read_bytes()
+    )
     pieces = read_pieces(tmp_path / "tokenizer.model")
     assert [p[0] for p in pieces] == [processor.IdToPiece(i) for i in range(processor.vocab_size())]
     assert [p[1] for p in pieces] == [processor.GetScore(i) for i in range(processor.vocab_size())]
@@ -152,7 +200,9 @@ def test_tokenizer_model_of_another_format(tmp_path):
     """Llama 3 has a tokenizer.model that is no SentencePiece file: tokenizer.json is taken."""
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
-    assert tokenizer_keys(tmp_path, config("LlamaForCausalLM"))["tokenizer.ggml.model"] == string("gpt2")
+    assert tokenizer_keys(tmp_path, config("LlamaForCausalLM"))["tokenizer.ggml.model"] == string(
+        "gpt2"
+    )
 
 
 def test_word_piece_is_refused(tmp_path):

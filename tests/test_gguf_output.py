@@ -10,14 +10,25 @@ from gguf import GGUFReader
 
 from dali_gguf.convert import gguf_output
 from dali_gguf.convert.gguf_output import (
-    OutputFile, TensorInfo, V, array, boolean, f32, header, scalar, string, u32,
+    OutputFile,
+    TensorInfo,
+    V,
+    array,
+    boolean,
+    f32,
+    header,
+    scalar,
+    string,
+    u32,
 )
 from dali_gguf.convert.gguf_typed import read_typed
 from dali_gguf.errors import ConvertError
 
 KEYS = {
-    "general.architecture": string("llama"), "a.text": string("ü\n"), "a.int": u32(7), "a.real": f32(0.5),
-    "a.flag": boolean(True), "a.wide": scalar(V.INT64, -5), "a.words": array(V.STRING, ["x", "", "é"]),
+    "general.architecture": string("llama"), "a.text": string("ü\n"), "a.int": u32(7),
+    "a.real": f32(0.5),
+    "a.flag": boolean(True), "a.wide": scalar(V.INT64, -5), "a.words": array(V.STRING, ["x", "",
+    "é"]),
     "a.numbers": array(V.INT32, [1, -2, 3]), "a.scores": array(V.FLOAT32, [0.5]),
 }  # fmt: skip
 

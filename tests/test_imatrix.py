@@ -1,4 +1,5 @@
-"""Importance matrices: what is collected, how it is stored, and the rule for experts nobody used."""
+"""Importance matrices: what is collected, how it is stored, and the rule for experts nobody
+used."""
 
 import struct
 
@@ -37,7 +38,10 @@ def test_unused_column_counts_a_little():
 
 
 def test_there_and_back(tmp_path):
-    entries = {"blk.0.a.weight": entry([[1, 2], [3, 4]], [5, 0]), "blk.0.b.weight": entry([[1, 2, 3]], [9])}
+    entries = {
+        "blk.0.a.weight": entry([[1, 2], [3, 4]], [5, 0]),
+        "blk.0.b.weight": entry([[1, 2, 3]], [9]),
+    }
     save(tmp_path / "im.gguf", Importance("x", entries, ["a.txt", "b.txt"], 7, 512))
     found = load(tmp_path / "im.gguf")
     assert (found.datasets, found.chunk_count, found.chunk_size) == (["a.txt", "b.txt"], 7, 512)
@@ -92,7 +96,10 @@ def test_collected_sums_are_those_of_the_inputs(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("w1 w2 w3 some words, and bytes: \u00e9\u00e8 " * 8)
     out = tmp_path / "im.gguf"
-    assert main(["imatrix", str(model), "-f", str(text), "-o", str(out), "-c", "32", "--chunks", "2"]) == 0
+    assert (
+        main(["imatrix", str(model), "-f", str(text), "-o", str(out), "-c", "32", "--chunks", "2"])
+        == 0
+    )
     found = load(out)
     assert (found.chunk_count, found.chunk_size) == (2, 32)
     seen = Seen()
@@ -109,11 +116,15 @@ def test_collected_sums_are_those_of_the_inputs(tmp_path, capsys):
             got = found.entries[name]
             assert got.counts.sum() == 64 * USED and len(got.counts) == EXPERTS
             for e in range(EXPERTS):
-                rows = np.concatenate(seen.inputs.get(f"{name}[{e}]", [np.zeros((0, got.sum2.shape[1]))]))
+                rows = np.concatenate(
+                    seen.inputs.get(f"{name}[{e}]", [np.zeros((0, got.sum2.shape[1]))])
+                )
                 assert len(rows) == got.counts[e]
                 assert np.allclose(got.sum2[e], (rows**2).sum(0), rtol=0.05, atol=1e-3)
     q = np.concatenate(seen.inputs["blk.1.attn_q.weight"])
-    assert np.allclose(found.entries["blk.1.attn_q.weight"].sum2[0], (q**2).sum(0), rtol=0.05, atol=1e-3)
+    assert np.allclose(
+        found.entries["blk.1.attn_q.weight"].sum2[0], (q**2).sum(0), rtol=0.05, atol=1e-3
+    )
     assert found.entries["blk.1.attn_q.weight"].counts.tolist() == [64]
 
 

@@ -14,8 +14,19 @@ from tests.small_gguf import write_small
 from tests.tiny_checkpoints import write_checkpoint, write_sentencepiece
 
 pytestmark = pytest.mark.peer
-# not olmoe with grouped heads and not a 3-layer V2-Lite: llama.cpp loads neither, not even its own files
-KINDS = ("llama", "mixtral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "deepseek2-groups", "deepseek3", "gpt-oss")
+# not olmoe with grouped heads and not a 3-layer V2-Lite: llama.cpp loads neither,
+# not even its own files
+KINDS = (
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen2moe",
+    "qwen3moe",
+    "deepseek2-groups",
+    "deepseek3",
+    "gpt-oss",
+)
 
 
 def peer(program: str, *args) -> subprocess.CompletedProcess:
@@ -23,14 +34,34 @@ def peer(program: str, *args) -> subprocess.CompletedProcess:
     if not (folder / program).is_file():
         pytest.skip("DALI_PEER does not name a folder with llama.cpp's programs")
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
-    result = subprocess.run([folder / program, *map(str, args)], env=environment, capture_output=True, text=True,
-                            errors="replace", stdin=subprocess.DEVNULL)
+    result = subprocess.run(
+        [folder / program, *map(str, args)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     return result
 
 
 def completion(path) -> subprocess.CompletedProcess:
-    return peer("llama-completion", "-m", path, "-no-cnv", "-p", "the", "-n", 32, "--temp", 0, "--no-warmup", "-t", 2)
+    return peer(
+        "llama-completion",
+        "-m",
+        path,
+        "-no-cnv",
+        "-p",
+        "the",
+        "-n",
+        32,
+        "--temp",
+        0,
+        "--no-warmup",
+        "-t",
+        2,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +72,11 @@ def test_loads_without_a_warning(kind, tmp_path):
     out = tmp_path / "m.gguf"
     assert main(["convert", str(tmp_path), "-o", str(out), "--type", "Q8_0"]) == 0
     text = completion(out).stderr.lower()
-    unwanted = [line for line in text.splitlines() if "unused tensor" in line or "missing" in line or "bad " in line]
+    unwanted = [
+        line
+        for line in text.splitlines()
+        if "unused tensor" in line or "missing" in line or "bad " in line
+    ]
     assert not unwanted
 
 
@@ -57,7 +92,10 @@ def test_same_types_and_no_larger_error_than_llama_quantize(kind, tmp_path):
     files = [GGUFFile.open(p).tensors for p in (plain, ours, theirs)]
     assert list(files[1]) == list(files[2])
     for name, x in files[0].items():
-        a, b, c = (dequantize(f[name].data.reshape(-1, f[name].row_bytes), f[name].type).ravel() for f in files)
+        a, b, c = (
+            dequantize(f[name].data.reshape(-1, f[name].row_bytes), f[name].type).ravel()
+            for f in files
+        )
         assert files[1][name].type == files[2][name].type
         assert np.square(b - a).mean() <= np.square(c - a).mean(), name
         assert x.shape == files[1][name].shape
@@ -76,7 +114,15 @@ def test_importance_both_ways(tmp_path):
     for name, entry in a.items():
         assert entry.counts.shape == b[name].counts.shape
         assert np.abs(entry.sum2 - b[name].sum2).sum() <= 0.1 * b[name].sum2.sum(), name
-    peer("llama-quantize", "--allow-requantize", "--imatrix", ours, model, tmp_path / "q.gguf", "Q4_0")
+    peer(
+        "llama-quantize",
+        "--allow-requantize",
+        "--imatrix",
+        ours,
+        model,
+        tmp_path / "q.gguf",
+        "Q4_0",
+    )
     flags = ["--allow-requantize", "--imatrix", str(theirs)]
     assert main(["quantize", str(model), str(tmp_path / "q2.gguf"), "Q4_0", *flags]) == 0
 

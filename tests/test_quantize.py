@@ -47,7 +47,9 @@ def test_weights_are_near_and_the_rest_is_copied(model, tmp_path):
     for name, array in small_tensors().items():
         kept = array.ndim == 1 or "gate_inp" in name
         assert file.tensors[name].type == (T.F32 if kept else T.Q8_0)
-        assert np.abs(values(file, name) - array).max() <= (0 if kept else 0.004 * np.abs(array).max())
+        assert np.abs(values(file, name) - array).max() <= (
+            0 if kept else 0.004 * np.abs(array).max()
+        )
 
 
 def test_one_thread_or_many_is_the_same_file(model, tmp_path):
@@ -73,8 +75,17 @@ def test_no_fallback_refuses(model, tmp_path, capsys):
 
 
 def test_overrides(model, tmp_path):
-    flags = ["--tensor-type", r"blk\.0\.ffn_down_exps=Q4_0", "--tensor-type", "ffn_down=F16",
-             "--output-type", "BF16", "--token-embedding-type", "Q5_1", "--pure"]
+    flags = [
+        "--tensor-type",
+        r"blk\.0\.ffn_down_exps=Q4_0",
+        "--tensor-type",
+        "ffn_down=F16",
+        "--output-type",
+        "BF16",
+        "--token-embedding-type",
+        "Q5_1",
+        "--pure",
+    ]
     kinds = {n: t.type for n, t in run(model, tmp_path / "q.gguf", "Q8_0", *flags).tensors.items()}
     assert kinds["blk.0.ffn_down_exps.weight"] == T.Q4_0
     assert kinds["blk.1.ffn_down_exps.weight"] == T.F16
@@ -89,7 +100,9 @@ def test_override_that_matches_nothing_is_said(model, tmp_path, capsys):
 
 @pytest.mark.parametrize("flag", ["attn_q", "=Q4_0", "attn_q=Q9", "(=Q4_0"])
 def test_bad_override(flag, model, tmp_path, capsys):
-    assert main(["quantize", str(model), str(tmp_path / "q.gguf"), "Q8_0", "--tensor-type", flag]) == 2
+    assert (
+        main(["quantize", str(model), str(tmp_path / "q.gguf"), "Q8_0", "--tensor-type", flag]) == 2
+    )
     assert not (tmp_path / "q.gguf").exists()
 
 

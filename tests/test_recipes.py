@@ -1,4 +1,5 @@
-"""Which tensor gets which type: what llama-quantize (ggml 0.25.3) chose, for four models and all mixtures.
+"""Which tensor gets which type: what llama-quantize (ggml 0.25.3) chose, for four models and all
+mixtures.
 
 tests/data/recipes.json: for each model its facts and, for each mixture, the types that a kind of
 tensor has in the layers, run-length encoded. The models are dense, dense with tied embeddings, with
@@ -13,7 +14,14 @@ from gguf import GGMLQuantizationType as T
 
 from dali_gguf.convert.gguf_output import TensorInfo
 from dali_gguf.convert.recipes import (
-    MIXTURES, ModelFacts, Wishes, choose_types, may_quantize, parse_mixture, parse_type, tensor_order,
+    MIXTURES,
+    ModelFacts,
+    Wishes,
+    choose_types,
+    may_quantize,
+    parse_mixture,
+    parse_type,
+    tensor_order,
 )
 from dali_gguf.errors import InputError
 
@@ -23,14 +31,19 @@ DENSE = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn
 
 def matrices(model: dict) -> list[TensorInfo]:
     _, n_layer, n_expert, _ = model["facts"]
-    infos = [TensorInfo("token_embd.weight", (259, 256), T.F16), TensorInfo("output_norm.weight", (256,), T.F32)]
+    infos = [
+        TensorInfo("token_embd.weight", (259, 256), T.F16),
+        TensorInfo("output_norm.weight", (256,), T.F32),
+    ]
     if not model["tied"]:
         infos.append(TensorInfo("output.weight", (259, 256), T.F16))
     for i in range(n_layer):
         for name in DENSE:
             experts = n_expert and name.startswith("ffn")
             shape = (n_expert, 256, 256) if experts else (256, 256)
-            infos.append(TensorInfo(f"blk.{i}.{name}{'_exps' if experts else ''}.weight", shape, T.F16))
+            infos.append(
+                TensorInfo(f"blk.{i}.{name}{'_exps' if experts else ''}.weight", shape, T.F16)
+            )
     return infos
 
 
@@ -82,7 +95,10 @@ def test_rows_that_do_not_fit_fall_back(mixture, name, cols, expected):
 def test_wishes():
     shape = (8, 256)
     attn_q, output = "blk.1.attn_q.weight", "output.weight"
-    assert one(attn_q, shape, "Q4_K_M", Wishes(overrides=(("attn_q", T.Q8_0), ("attn", T.F32))))[0] == T.Q8_0
+    assert (
+        one(attn_q, shape, "Q4_K_M", Wishes(overrides=(("attn_q", T.Q8_0), ("attn", T.F32))))[0]
+        == T.Q8_0
+    )
     assert one(attn_q, shape, "Q4_K_M", Wishes(overrides=((r"blk\.2\.", T.Q8_0),)))[0] == T.Q4_K
     assert one(output, shape, "Q4_K_M", Wishes(output=T.BF16))[0] == T.BF16
     assert one("token_embd.weight", shape, "Q4_K_M", Wishes(embedding=T.Q3_K))[0] == T.Q3_K

@@ -24,7 +24,9 @@ def test_there_and_back(model, tmp_path):
     assert main(["split", str(model), str(tmp_path / "s"), "--split-max-tensors", "5"]) == 0
     shards = sorted(tmp_path.glob("s-*.gguf"))
     count = len(GGUFFile.open(model).tensors)
-    assert [p.name for p in shards] == [f"s-{i + 1:05d}-of-{len(shards):05d}.gguf" for i in range(len(shards))]
+    assert [p.name for p in shards] == [
+        f"s-{i + 1:05d}-of-{len(shards):05d}.gguf" for i in range(len(shards))
+    ]
     assert len(shards) == -(-count // 5)
     assert GGUFFile.open(shards[1]).tensors.keys() == GGUFFile.open(model).tensors.keys()
     assert main(["merge", str(shards[1]), str(tmp_path / "back.gguf")]) == 0
@@ -32,12 +34,28 @@ def test_there_and_back(model, tmp_path):
 
 
 def test_keys_of_the_shards(model, tmp_path):
-    assert main(["split", str(model), str(tmp_path / "s"), "--split-max-size", "50K", "--no-tensor-first-split"]) == 0
+    assert (
+        main(
+            [
+                "split",
+                str(model),
+                str(tmp_path / "s"),
+                "--split-max-size",
+                "50K",
+                "--no-tensor-first-split",
+            ]
+        )
+        == 0
+    )
     shards = sorted(tmp_path.glob("s-*.gguf"))
     first, second = (read_typed(p) for p in shards[:2])
     count = scalar(V.UINT16, len(shards))
     total = scalar(V.INT32, len(GGUFFile.open(model).tensors))
-    assert second == {"split.no": scalar(V.UINT16, 1), "split.count": count, "split.tensors.count": total}
+    assert second == {
+        "split.no": scalar(V.UINT16, 1),
+        "split.count": count,
+        "split.tensors.count": total,
+    }
     assert (first["split.no"], first["split.count"]) == (scalar(V.UINT16, 0), count)
     assert first["general.architecture"] == string("llama")
     assert shards[0].stat().st_size < 20_000

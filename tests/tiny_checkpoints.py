@@ -17,10 +17,22 @@ def tokenizer_json() -> dict:
     words = ["<unk>", "<s>", "</s>", *sorted(ByteLevel.alphabet())]
     merges = [["t", "h"], ["Ġ", "t"], ["h", "e"], ["Ġt", "he"], ["i", "n"], ["e", "r"]]
     words += ["".join(pair) for pair in merges]
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    special = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "post_processor": None,
         "added_tokens": [{"id": i, "content": words[i], **special} for i in range(3)],
         "pre_tokenizer": byte_level, "decoder": byte_level,
         "model": {
@@ -33,12 +45,17 @@ def tokenizer_json() -> dict:
 
 def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()), encoding="utf-8")
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages[0]['content'] }}"}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{{ messages[0]['content'] }}",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def write_sentencepiece(folder: Path) -> None:
-    """A tokenizer.model as a protocol buffer, written by hand: N_VOCAB pieces with byte fallback."""
+    """A tokenizer.model as a protocol buffer, written by hand: N_VOCAB pieces with byte
+    fallback."""
 
     def field(number: int, wire: int, payload: bytes) -> bytes:
         return bytes([number << 3 | wire]) + payload

@@ -1,4 +1,5 @@
-"""dali-gguf convert HF_DIR_OR_REPO: a Hugging Face checkpoint to a GGUF file, quantized on the way."""
+"""dali-gguf convert HF_DIR_OR_REPO: a Hugging Face checkpoint to a GGUF file, quantized on the
+way."""
 
 import argparse
 from pathlib import Path
@@ -11,12 +12,19 @@ FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "README.md", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a folder with config.json and safetensors, or owner/repo of the hub")
+    parser.add_argument(
+        "checkpoint", help="a folder with config.json and safetensors, or owner/repo of the hub"
+    )
     parser.add_argument("-o", "--output", help="default: NAME-TYPE.gguf in the current folder")
-    parser.add_argument("--type", default="auto",
-                        help="a mixture of types as in quantize; auto (default) keeps the checkpoint's own type")
+    parser.add_argument(
+        "--type",
+        default="auto",
+        help="a mixture of types as in quantize; auto (default) keeps the checkpoint's own type",
+    )
     parser.add_argument("--pre", help="name of the pre-tokenizer, where it is not recognized")
-    parser.add_argument("--name", help="general.name of the model; default: from the model card or the folder")
+    parser.add_argument(
+        "--name", help="general.name of the model; default: from the model card or the folder"
+    )
     add_type_arguments(parser)
 
 
@@ -40,7 +48,9 @@ def checkpoint_folder(text: str) -> Path:
     repo = text.removeprefix("hf:")
     if path.exists() or repo.count("/") != 1 or repo.startswith((".", "/", "~")):
         found = "is a file" if path.exists() else "does not exist"
-        raise InputError(f"{text} {found}; expected the folder of a checkpoint or owner/repo of the hub")
+        raise InputError(
+            f"{text} {found}; expected the folder of a checkpoint or owner/repo of the hub"
+        )
     return download(repo)
 
 

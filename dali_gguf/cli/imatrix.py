@@ -1,4 +1,5 @@
-"""dali-gguf imatrix MODEL -f TEXT: which weight columns matter, for quantize and convert --imatrix."""
+"""dali-gguf imatrix MODEL -f TEXT: which weight columns matter, for quantize and convert
+--imatrix."""
 
 import argparse
 import sys
@@ -11,7 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("model", help="a GGUF file, best in F16, BF16 or Q8_0")
     parser.add_argument("-o", "--output", default="imatrix.gguf")
-    parser.add_argument("--process-output", action="store_true", help="collect for output.weight too")
+    parser.add_argument(
+        "--process-output", action="store_true", help="collect for output.weight too"
+    )
     add_text_arguments(parser)
 
 

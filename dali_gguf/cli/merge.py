@@ -6,7 +6,9 @@ HELP = "join the shards of a GGUF file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", help="any shard NAME-0000i-of-0000n.gguf; the others lie beside it")
+    parser.add_argument(
+        "input", help="any shard NAME-0000i-of-0000n.gguf; the others lie beside it"
+    )
     parser.add_argument("output")
 
 

@@ -1,4 +1,5 @@
-"""dali-gguf perplexity MODEL -f TEXT: how well a model predicts a text, and what quantizing cost."""
+"""dali-gguf perplexity MODEL -f TEXT: how well a model predicts a text, and what quantizing
+cost."""
 
 import argparse
 import sys
@@ -10,8 +11,11 @@ HELP = "judge a model or a quantization on a text"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--kl-base", metavar="GGUF",
-                        help="the model before quantization: adds KL divergence and agreement")
+    parser.add_argument(
+        "--kl-base",
+        metavar="GGUF",
+        help="the model before quantization: adds KL divergence and agreement",
+    )
     add_text_arguments(parser)
 
 
@@ -19,7 +23,9 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that perplexity and imatrix share."""
     parser.add_argument("-f", "--file", required=True, help="a text, UTF-8")
     parser.add_argument("-c", "--ctx", type=int, default=512, help="tokens a run (default 512)")
-    parser.add_argument("--chunks", type=int, default=-1, help="at most so many runs (default: all)")
+    parser.add_argument(
+        "--chunks", type=int, default=-1, help="at most so many runs (default: all)"
+    )
     parser.add_argument("-t", "--threads", type=int, help="default: the physical cores")
 
 

@@ -18,21 +18,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="a GGUF file (any shard of a split one)")
     parser.add_argument("output")
     parser.add_argument("type", help="a mixture of types, for example Q4_K_M")
-    parser.add_argument("--allow-requantize", action="store_true", help="accept an input that is quantized already")
+    parser.add_argument(
+        "--allow-requantize", action="store_true", help="accept an input that is quantized already"
+    )
     add_type_arguments(parser)
 
 
 def add_type_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that quantize and convert share."""
-    parser.add_argument("--tensor-type", action="append", default=[], metavar="REGEX=TYPE",
-                        help="type of the tensors whose name matches; may be repeated, the first match wins")
+    parser.add_argument(
+        "--tensor-type",
+        action="append",
+        default=[],
+        metavar="REGEX=TYPE",
+        help="type of the tensors whose name matches; may be repeated, the first match wins",
+    )
     parser.add_argument("--output-type", metavar="TYPE", help="type of output.weight")
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="type of token_embd.weight")
-    parser.add_argument("--pure", action="store_true", help="one type for all matrices instead of the mixture")
-    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix of dali-gguf imatrix or llama-imatrix")
-    parser.add_argument("--no-fallback", action="store_true",
-                        help="refuse when rows do not fit a type's block of 256, instead of using a near type")
-    parser.add_argument("--dry-run", action="store_true", help="print every tensor and the final size, write nothing")
+    parser.add_argument(
+        "--pure", action="store_true", help="one type for all matrices instead of the mixture"
+    )
+    parser.add_argument(
+        "--imatrix", metavar="FILE", help="importance matrix of dali-gguf imatrix or llama-imatrix"
+    )
+    parser.add_argument(
+        "--no-fallback",
+        action="store_true",
+        help="refuse when rows do not fit a type's block of 256, instead of using a near type",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print every tensor and the final size, write nothing",
+    )
     parser.add_argument("-t", "--threads", type=int, help="default: all cores")
 
 
@@ -47,11 +65,15 @@ def wishes_of(args: argparse.Namespace):
     for text in args.tensor_type:
         pattern, equals, type_ = text.rpartition("=")
         if not equals or not pattern:
-            raise InputError(f"--tensor-type {text!r}: expected REGEX=TYPE, for example ffn_down_exps=Q6_K")
+            raise InputError(
+                f"--tensor-type {text!r}: expected REGEX=TYPE, for example ffn_down_exps=Q6_K"
+            )
         try:
             re.compile(pattern)
         except re.error as error:
-            raise InputError(f"--tensor-type {text!r}: {pattern!r} is no regular expression: {error}") from None
+            raise InputError(
+                f"--tensor-type {text!r}: {pattern!r} is no regular expression: {error}"
+            ) from None
         overrides.append((pattern, parse_type(type_)))
     if args.threads is not None and args.threads < 1:
         raise InputError(f"--threads {args.threads}: expected 1 or more")
@@ -72,11 +94,17 @@ def run(args: argparse.Namespace) -> int:
 
     mixture = parse_mixture(args.type)
     wishes, importance = wishes_of(args)
-    quantization = plan(GGUFFile.open(args.input), mixture, wishes, importance, args.allow_requantize)
-    return finish(args, args.output, quantization.metadata, quantization.tensors, quantization.inputs, wishes)
+    quantization = plan(
+        GGUFFile.open(args.input), mixture, wishes, importance, args.allow_requantize
+    )
+    return finish(
+        args, args.output, quantization.metadata, quantization.tensors, quantization.inputs, wishes
+    )
 
 
-def finish(args: argparse.Namespace, output: str, metadata: dict, tensors: list, inputs: list, wishes) -> int:
+def finish(
+    args: argparse.Namespace, output: str, metadata: dict, tensors: list, inputs: list, wishes
+) -> int:
     """Prints the plan (--dry-run) or writes the file and says what came out."""
     from dali_gguf.convert.gguf_output import header
     from dali_gguf.convert.write_model import refuse_fallbacks, summary, table, write_model
@@ -88,7 +116,9 @@ def finish(args: argparse.Namespace, output: str, metadata: dict, tensors: list,
         refuse_fallbacks(choices)
     if args.dry_run:
         print(table(choices))
-        size = len(header(metadata, [c.info for c in choices])) + sum(c.info.padded for c in choices)
+        size = len(header(metadata, [c.info for c in choices])) + sum(
+            c.info.padded for c in choices
+        )
         print(summary(f"{output} (not written)", size, choices))
         return 0
     size = write_model(output, metadata, tensors, inputs, args.threads)
@@ -101,5 +131,8 @@ def warn_unmatched(pattern: str, choices: list) -> None:
     import sys
 
     if not any(re.search(pattern, c.info.name) for c in choices):
-        print(f"dali-gguf: warning: --tensor-type {pattern!r} matches no tensor; see --dry-run for the names",
-              file=sys.stderr)
+        print(
+            f"dali-gguf: warning: --tensor-type {pattern!r} matches no tensor; see --dry-run "
+            f"for the names",
+            file=sys.stderr,
+        )
