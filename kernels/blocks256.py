@@ -4,6 +4,8 @@ A type gives, for the block at p,
     codes(p, j) -> i8x32: codes of weights 32j .. 32j+31, in order
     scales16(p) -> i16x16: the integer scale of each 16 weights (in pairs where it covers 32)
     mins16(p)   -> i16x16: the integer minimum of each 16 weights
+    spread(p)   -> i16x16: scales16 with the even ones first, then the odd ones
+    min_dot(p, sums, n) -> i32x8 whose lanes sum to msum (where MIN is not NO_MIN)
     weight = d * scale * code - dmin * min              (MIN == FLOAT_MIN)
     weight = d * (scale * code - min)                   (MIN == INT_MIN: Q3_K, Q6_K offsets)
 For each row:  y = sum over blocks of  d dx isum - dmin dx msum, where isum = sum of scale code q and
@@ -25,7 +27,6 @@ from dali_gguf.kernels.simd import (
 
 NO_MIN, FLOAT_MIN, INT_MIN = 0, 1, 2
 
-even_then_odd = permutation([0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15])
 lane0, lane1, lane2, lane3, lane4, lane5, lane6, lane7 = (
     permutation([j] * 8 + [8 + j] * 8) for j in range(8)
 )
@@ -39,8 +40,7 @@ def scaled(p, j, q, scale):
 
 def dot(p, q, sums):
     """i32x8 whose lanes sum to isum of one block (less msum where MIN == INT_MIN)."""
-    s16 = scales16(p)
-    s = even_then_odd(s16)
+    s = spread(p)
     acc = v_add(scaled(p, 0, q, lane0(s)), scaled(p, 1, q, lane1(s)))
     acc = v_add(acc, v_add(scaled(p, 2, q, lane2(s)), scaled(p, 3, q, lane3(s))))
     acc = v_add(acc, v_add(scaled(p, 4, q, lane4(s)), scaled(p, 5, q, lane5(s))))
@@ -59,9 +59,11 @@ def eight_rows(p, stride, n, record, ahead, scratch):
             row = p + r * stride
             for line in range(0, BYTES, 64):
                 prefetch(row + ahead + line)
-            store(scratch + 32 * r, dot(row, record, sums))
+            total = dot(row, record, sums)
             if MIN == FLOAT_MIN:
-                store(scratch + 256 + 32 * r, madd(mins16(row), load_i16x16(sums)))
+                low = min_dot(row, sums, n)
+                store(scratch + 256 + 32 * r, low)
+            store(scratch + 32 * r, total)
         scale = splat_f32x8(load_f32(d))
         acc = v_fma(to_f32(sum_scratch(scratch)), v_fmul(scales8(p, stride), scale), acc)
         if MIN == FLOAT_MIN:

@@ -24,6 +24,23 @@ def permutation(index):
     return permute
 
 
+def merge(index):
+    """An intrinsic that picks lanes of two vectors by a constant index (the second's come after)."""
+    index = tuple(index)
+
+    @intrinsic
+    def pick(typing, x, y):
+        def gen(context, b, sig, args):
+            return shuffle(b, args[0], index, args[1])
+
+        return Vec(x.elem, len(index))(x, y), gen
+
+    return pick
+
+
+even_then_odd = permutation([*range(0, 16, 2), *range(1, 16, 2)])
+
+
 def constant(elem, values):
     """An intrinsic that returns a constant vector."""
     vec = Vec(elem, len(values))

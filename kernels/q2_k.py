@@ -7,10 +7,14 @@ codes of weights 128h + l + 32 * (0, 1, 2, 3).
 import numpy as np
 
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
+from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
+    even_then_odd,
     gather_i16x8, half_to_float, high_nibbles, low_nibbles, zero_extend_i16,
 )
-from dali_gguf.kernels.simd import inline, load_i8x16, load_i8x32, splat_i8x32, v_and, v_shr
+from dali_gguf.kernels.simd import (
+    inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x32, v_and, v_shr,
+)
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 84, False, 3, 16, FLOAT_MIN
 
@@ -38,6 +42,16 @@ def scales16(p):
 @inline
 def mins16(p):
     return zero_extend_i16(high_nibbles(load_i8x16(p)))
+
+
+@inline
+def spread(p):
+    return even_then_odd(scales16(p))
+
+
+@inline
+def min_dot(p, sums, n):
+    return madd(mins16(p), load_i16x16(sums))
 
 
 @inline

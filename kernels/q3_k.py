@@ -7,11 +7,13 @@ holds the low bits of weights 128h + l + 32 * (0, 1, 2, 3); bit 4h + k of high b
 import numpy as np
 
 from dali_gguf.kernels.blocks256 import INT_MIN
+from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
+    even_then_odd,
     bytes_of_u64, concat, gather_i16x8, half_to_float, sign_extend_i16,
 )
 from dali_gguf.kernels.simd import (
-    inline, load_i8x32, load_u32, load_u64, splat_i8x16, splat_i8x32, v_and, v_or, v_shl, v_shr,
+    inline, load_i8x32, load_i16x16, load_u32, load_u64, splat_i8x16, splat_i8x32, v_and, v_or, v_shl, v_shr,
     v_sub,
 )
 
@@ -53,6 +55,16 @@ def scales16(p):
 @inline
 def mins16(p):
     return v_shl(scales16(p), 2)
+
+
+@inline
+def spread(p):
+    return even_then_odd(scales16(p))
+
+
+@inline
+def min_dot(p, sums, n):
+    return madd(mins16(p), load_i16x16(sums))
 
 
 @inline

@@ -7,15 +7,25 @@ holds weight 64k + l in its low nibble and 64k + 32 + l in its high one.
 import numpy as np
 
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
+from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
-    bytes_of_u64, gather_i16x8, half_to_float, high_nibbles, low_nibbles, permutation,
+    concat, gather_i16x8, half_to_float, high_nibbles, low_nibbles, merge, permutation,
     zero_extend_i16,
 )
-from dali_gguf.kernels.simd import inline, load_i8x32, load_u32
+from dali_gguf.kernels.simd import (
+    inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x16, v_and, v_or, v_shr,
+)
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 144, False, 15, 32, FLOAT_MIN
 
 twice = permutation([i // 2 for i in range(16)])
+scales_twice = permutation([*range(8), *range(8)])
+each_scale_twice = permutation([i // 2 for i in range(16)])
+each_min_twice = permutation([8 + i // 2 for i in range(16)])
+# where the two upper bits (of a, b) and the nibbles (of c) of the last four scales and mins belong
+high_parts = permutation([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7])
+last_parts = permutation([8, 9, 10, 11, 8, 9, 10, 11, 24, 25, 26, 27, 24, 25, 26, 27])
+pick = merge([0, 1, 2, 3, 20, 21, 22, 23, 4, 5, 6, 7, 28, 29, 30, 31])
 
 
 def unpack_scales(packed):
@@ -44,20 +54,35 @@ def codes(p, j):
 
 
 @inline
+def scales_then_mins(p):
+    """i16x16: the 8 scales, then the 8 mins. Each is 6 bits of the bytes a[4] b[4] c[4]: the first
+    four scales are a & 63 and the last c & 15 | a >> 6 << 4; mins likewise from b and c >> 4."""
+    packed = load_i8x16(p + 4)
+    six = v_and(packed, splat_i8x16(np.uint8(0x3F)))
+    two = v_and(v_shr(packed, 2), splat_i8x16(np.uint8(0x30)))
+    four = concat(low_nibbles(packed), high_nibbles(packed))
+    return zero_extend_i16(pick(six, v_or(high_parts(two), last_parts(four))))
+
+
+@inline
+def spread(p):
+    return scales_twice(scales_then_mins(p))
+
+
+@inline
+def min_dot(p, sums, n):
+    """The zeros before the sums of 32 meet the scales."""
+    return madd(scales_then_mins(p), load_i16x16(sums + n // 8))
+
+
+@inline
 def scales16(p):
-    a, c = np.uint64(load_u32(p + 4)), np.uint64(load_u32(p + 12))
-    high = (c & np.uint64(0x0F0F0F0F)) | ((a >> np.uint64(2)) & np.uint64(0x30303030))
-    both = (a & np.uint64(0x3F3F3F3F)) | high << np.uint64(32)
-    return twice(zero_extend_i16(bytes_of_u64(both)))
+    return each_scale_twice(scales_then_mins(p))
 
 
 @inline
 def mins16(p):
-    b, c = np.uint64(load_u32(p + 8)), np.uint64(load_u32(p + 12))
-    c = (c >> np.uint64(4)) & np.uint64(0x0F0F0F0F)
-    high = c | ((b >> np.uint64(2)) & np.uint64(0x30303030))
-    both = (b & np.uint64(0x3F3F3F3F)) | high << np.uint64(32)
-    return twice(zero_extend_i16(bytes_of_u64(both)))
+    return each_min_twice(scales_then_mins(p))
 
 
 @inline

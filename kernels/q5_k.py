@@ -7,7 +7,9 @@ import numpy as np
 
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
 from dali_gguf.kernels.lanes import high_nibbles, low_nibbles
-from dali_gguf.kernels.q4_k import mins8, mins16, scales8, scales16, unpack_scales
+from dali_gguf.kernels.q4_k import (
+    min_dot, mins8, mins16, scales8, scales16, spread, unpack_scales,
+)
 from dali_gguf.kernels.simd import (
     inline, load_i8x32, splat_i8x32, v_and, v_or, v_shl, v_shr,
 )

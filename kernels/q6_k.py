@@ -7,11 +7,13 @@ weight = d * scale * (q - 32), one scale for 16 weights. In half h, nibble byte 
 import numpy as np
 
 from dali_gguf.kernels.blocks256 import INT_MIN
+from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
+    even_then_odd,
     gather_i16x8, half_to_float, high_nibbles, low_nibbles, sign_extend_i16,
 )
 from dali_gguf.kernels.simd import (
-    inline, load_i8x16, load_i8x32, splat_i8x32, v_and, v_or, v_shl, v_shr,
+    inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x32, v_and, v_or, v_shl, v_shr,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 210, False, 63, 16, INT_MIN
@@ -45,6 +47,16 @@ def scales16(p):
 @inline
 def mins16(p):
     return v_shl(scales16(p), 5)
+
+
+@inline
+def spread(p):
+    return even_then_odd(scales16(p))
+
+
+@inline
+def min_dot(p, sums, n):
+    return madd(mins16(p), load_i16x16(sums))
 
 
 @inline

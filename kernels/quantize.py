@@ -2,7 +2,8 @@
 
 A record is one token's activations of n values, at one address:
     Q8 (weights in blocks of 32):    q int8 [n] | d float32 [n/32]  | sum int32 [n/32]
-    QK (weights in blocks of 256):   q int8 [n] | d float32 [n/256] | sum int16 [n/16]
+    QK (weights in blocks of 256):   q int8 [n] | d float32 [n/256] | sum int16 [n/16] | then for
+                                     each block 8 zeros and its 8 sums of 32 values, int16
 value = d * q, |q| <= 127; sum = sum of q over 32 (Q8) or 16 (QK) values. These are ggml's Q8_0
 and Q8_K with a float32 d and a symmetric range. F32 weights take the float32 row itself.
 A NaN or infinity among the values makes the block's d NaN: it shows in the result.
@@ -26,7 +27,7 @@ def record_bytes(kind, n):
     if kind == Q8:
         size = n + n // 4
     elif kind == QK:
-        size = n + n // 64 + n // 8
+        size = n + n // 64 + n // 4
     else:
         size = 4 * n
     return (size + 63) // 64 * 64
@@ -71,11 +72,17 @@ def quantize_q8(x, n, record):
 @jit
 def quantize_qk(x, n, record):
     sums = record + n + n // 64
+    sums32 = sums + n // 8
     for i in range(n // 256):
         top, bad = _largest(x + 1024 * i, 32)
         scale = splat_f32x8(_inverse(top))
-        for j in range(16 * i, 16 * i + 16):
-            store(sums + 2 * j, np.int16(_round16(x + 64 * j, scale, record + 16 * j)))
+        for j in range(8 * i, 8 * i + 8):
+            first = _round16(x + 128 * j, scale, record + 32 * j)
+            second = _round16(x + 128 * j + 64, scale, record + 32 * j + 16)
+            store(sums + 4 * j, np.int16(first))
+            store(sums + 4 * j + 2, np.int16(second))
+            store(sums32 + 16 * i + 2 * j, np.int16(0))
+            store(sums32 + 16 * i + 2 * j + 16, np.int16(first + second))
         store(record + n + 4 * i, top * np.float32(1 / 127) + bad)
 
 

@@ -18,7 +18,7 @@ from dali_gguf.kernels.panel import PANELS, TOKENS, load_tile, store_tile
 from dali_gguf.kernels.simd import I64, jit, load_f32, load_f32x8, load_intp, store
 
 MAX_TOKENS = 512  # of one call: the accumulators of 16 rows stay in the L1/L2 cache
-CHUNK_COLUMNS = 4096  # unpacked at a time: 16 rows of them fit the L2 cache
+CHUNK_COLUMNS = 1024  # unpacked at a time: 16 rows of them fit the L1 cache
 SMALL, STAGE = 4096, 64 * MAX_TOKENS
 SCRATCH = SMALL + STAGE + PANELS * (CHUNK_COLUMNS // 32) * 384
 
