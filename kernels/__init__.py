@@ -11,6 +11,7 @@ from pathlib import Path
 
 from numba import config
 
+import dali_gguf
 from dali_gguf.kernels import isa
 
 
@@ -27,8 +28,9 @@ def user_cache_dir() -> Path:
 
 def _sources_hash() -> str:
     digest = hashlib.sha256(isa.NAME.encode())
-    here = Path(__file__).parent
-    for path in [*sorted(here.glob("*.py")), *sorted((here.parent / "convert").glob("quant*.py"))]:
+    package, here = Path(dali_gguf.__file__).parent, Path(__file__).parent
+    folders = (here, here.parent / "convert", package / "offload")  # all that compile
+    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

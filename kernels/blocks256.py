@@ -16,16 +16,18 @@ Blocks are added in order: the same bits on every path. Templates, as in blocks3
 import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
-from dali_gguf.kernels.lanes import first_lane, permutation, sum_rows, to_f32, zero_f32x8
+from dali_gguf.kernels.lanes import first_lane, permutation, sum_scratch, to_f32, zero_f32x8
 from dali_gguf.kernels.panel import (
     add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, transpose8, zero_tile,
 )
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x32, load_i16, load_i16x16, load_i32x8, prefetch, splat_f32x8, store, v_add, v_fma,
+    load_f32, load_i8, load_i8x32, load_i16, prefetch, splat_f32x8, store, v_add, v_fma,
     v_fmul, v_fsub, v_sub,
 )
 
 NO_MIN, FLOAT_MIN, INT_MIN = 0, 1, 2
+GROUP = 16  # blocks of a row
+AHEAD = 2048  # bytes: hardware prefetch stops at each page
 
 lane0, lane1, lane2, lane3, lane4, lane5, lane6, lane7 = (
     permutation([j] * 8 + [8 + j] * 8) for j in range(8)
@@ -50,37 +52,35 @@ def dot(p, q, sums):
     return acc
 
 
-def eight_rows(p, stride, n, record, ahead, scratch):
-    """Products of 8 rows at p, p + stride, ... with one record: f32x8. scratch: 512 bytes."""
+def eight_rows(p, stride, n, record, scratch):
+    """Products of 8 rows at p, p + stride, ... with one record: f32x8.
+
+    Memory is read in one stream, row after row, up to GROUP blocks of each at a time: the integer
+    sums of a group wait in scratch until all 8 rows are there.
+    """
     acc = zero_f32x8()
-    d, sums = record + n, record + n + n // 64
-    for i in range(n // 256):
+    blocks, d, sums = n // 256, record + n, record + n + n // 64
+    for first in range(0, blocks, GROUP):
+        last = min(first + GROUP, blocks)
         for r in range(8):
-            row = p + r * stride
-            for line in range(0, BYTES, 64):
-                prefetch(row + ahead + line)
-            total = dot(row, record, sums)
+            block = p + r * stride + first * BYTES
+            for i in range(first, last):
+                for line in range(0, BYTES, 64):
+                    prefetch(block + AHEAD + line)
+                total = dot(block, record + 256 * i, sums + 32 * i)
+                at = scratch + 512 * (i - first) + 32 * r
+                if MIN == FLOAT_MIN:
+                    store(at + 256, min_dot(block, sums + 32 * i, n))
+                store(at, total)
+                block += BYTES
+        for i in range(first, last):
+            at, here = scratch + 512 * (i - first), p + i * BYTES
+            scale = splat_f32x8(load_f32(d + 4 * i))
+            acc = v_fma(to_f32(sum_scratch(at)), v_fmul(scales8(here, stride), scale), acc)
             if MIN == FLOAT_MIN:
-                low = min_dot(row, sums, n)
-                store(scratch + 256 + 32 * r, low)
-            store(scratch + 32 * r, total)
-        scale = splat_f32x8(load_f32(d))
-        acc = v_fma(to_f32(sum_scratch(scratch)), v_fmul(scales8(p, stride), scale), acc)
-        if MIN == FLOAT_MIN:
-            down = v_fsub(zero_f32x8(), v_fmul(mins8(p, stride), scale))
-            acc = v_fma(to_f32(sum_scratch(scratch + 256)), down, acc)
-        p += BYTES
-        record += 256
-        d += 4
-        sums += 32
+                down = v_fsub(zero_f32x8(), v_fmul(mins8(here, stride), scale))
+                acc = v_fma(to_f32(sum_scratch(at + 256)), down, acc)
     return acc
-
-
-def sum_scratch(a):
-    return sum_rows(
-        load_i32x8(a), load_i32x8(a + 32), load_i32x8(a + 64), load_i32x8(a + 96),
-        load_i32x8(a + 128), load_i32x8(a + 160), load_i32x8(a + 192), load_i32x8(a + 224),
-    )
 
 
 def pack_block(p, stride, last, target, scratch):
@@ -147,4 +147,4 @@ def expand(p, n, out, scratch):
 
 
 PANEL_BLOCK = 2048 + 512 + 256 + 64
-INLINE, ONCE = (scaled, sum_scratch), (dot, eight_rows, pack_block, tile_block)
+INLINE, ONCE = (scaled,), (dot, eight_rows, pack_block, tile_block)

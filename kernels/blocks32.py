@@ -17,8 +17,8 @@ from dali_gguf.kernels.panel import (
     add_scaled, subtract_scaled, tile_splat, tile_subtract, transpose8, zero_tile,
 )
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x32, load_i32, prefetch, splat_f32x8, splat_i32x8, store, v_add, v_fma,
-    v_fmul, v_fsub, v_sub,
+    load_f32, load_i8, load_i8x32, load_i32, prefetch, splat_f32x8, splat_i32x8, store, v_fma, v_fmul,
+    v_fsub, v_sub,
 )
 
 
@@ -29,9 +29,13 @@ def dot(p, q):
     return madd(pair_dot_u(codes(p), load_i8x32(q)), ones_i16x16())
 
 
-def eight_rows(p, stride, n, record, ahead, scratch):
-    """Products of 8 rows at p, p + stride, ... with one record: f32x8. ahead: prefetch distance."""
-    acc = zero_f32x8()
+def eight_rows(p, stride, n, record, scratch):
+    """Products of 8 rows at p, p + stride, ... with one record: f32x8.
+
+    The 8 rows advance together, and the next 8 are prefetched: taking row after row, as with
+    blocks of 256, measured slower here, where half of the work is done on all 8 rows.
+    """
+    acc, ahead = zero_f32x8(), 8 * stride
     d, s = record + n, record + n + n // 8
     for i in range(n // 32):
         if i & 1 == 0:
@@ -48,8 +52,8 @@ def eight_rows(p, stride, n, record, ahead, scratch):
             total = v_sub(total, splat_i32x8(np.int32(OFFSET) * load_i32(s)))
         acc = v_fma(to_f32(total), v_fmul(scales8(p, stride), scale), acc)
         if HAS_MIN:
-            down = v_fmul(mins8(p, stride), scale)
-            acc = v_fma(v_fsub(zero_f32x8(), down), to_f32(splat_i32x8(load_i32(s))), acc)
+            down = v_fsub(zero_f32x8(), v_fmul(mins8(p, stride), scale))
+            acc = v_fma(down, to_f32(splat_i32x8(load_i32(s))), acc)
         p += BYTES
         record += 32
         d += 4

@@ -6,7 +6,8 @@ from numba.extending import intrinsic
 
 from dali_gguf.kernels import isa
 from dali_gguf.kernels.simd import (
-    ELEMENTS, F32, I8, I16, I32, Vec, call, const, half_to_float_ir, inline, load_ir, shuffle,
+    ELEMENTS, F32, I8, I16, I32, Vec, call, const, half_to_float_ir, inline, load_i32x8,
+    load_ir, shuffle,
 )
 
 
@@ -266,6 +267,15 @@ def sum_rows(v0, v1, v2, v3, v4, v5, v6, v7):
     low = add_pairs(add_pairs(v0, v1), add_pairs(v2, v3))
     high = add_pairs(add_pairs(v4, v5), add_pairs(v6, v7))
     return add_halves(low, high)
+
+
+@inline
+def sum_scratch(a):
+    """sum_rows of the eight i32x8 at an address."""
+    return sum_rows(
+        load_i32x8(a), load_i32x8(a + 32), load_i32x8(a + 64), load_i32x8(a + 96),
+        load_i32x8(a + 128), load_i32x8(a + 160), load_i32x8(a + 192), load_i32x8(a + 224),
+    )
 
 
 @intrinsic
