@@ -139,6 +139,10 @@ class CpuDevice:
         self.moe_space.run(step, moe.SUM, _NONE, step.plan.addresses)
         return step.y
 
+    def rest(self, resting: bool) -> None:
+        """Around a wait for bytes from disk: threads that spin would slow the disk down."""
+        self.pool.rest(resting)
+
     # ---- the rest
 
     def to_host(self, x: np.ndarray) -> np.ndarray:

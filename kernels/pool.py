@@ -20,8 +20,8 @@ from dali_gguf.kernels import isa
 from dali_gguf.kernels.simd import I64, OPTIONS, call, jit
 
 # words of the shared state, each on a cache line of its own (8 words)
-GENERATION, WORK, JOB, STOP, DONE, COUNT, PHASE, CHUNK = (8 * i for i in range(8))
-STATE_WORDS = 64 + 8 * 8
+GENERATION, WORK, JOB, STOP, DONE, COUNT, PHASE, CHUNK, RESTING = (8 * i for i in range(9))
+STATE_WORDS = 72 + 8 * 8
 SPIN = 2000  # rounds before yielding: about 50 us with the pause instruction
 IDLE = 20_000  # rounds before a worker without work naps: some milliseconds
 
@@ -129,7 +129,7 @@ def serve(state, thread, threads):
         while atomic_load(state + 8 * GENERATION) == seen:
             pause()
             spins += 1
-            if spins > IDLE:
+            if spins > IDLE or atomic_load(state + 8 * RESTING):
                 nap()
             elif spins > SPIN:
                 yield_core()
@@ -180,6 +180,7 @@ class Pool:
         self._words = np.zeros(STATE_WORDS, np.int64)
         start = -(-self._words.ctypes.data // 64) * 64
         self.state = start  # 64-byte aligned
+        self._state_words = self._words[(start - self._words.ctypes.data) // 8 :]
         self._workers = [
             threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"dali-{i}")
             for i in range(1, self.threads)
@@ -194,6 +195,10 @@ class Pool:
             os.sched_setaffinity(0, {cpus[thread % len(cpus)]})
             os.sched_setaffinity(0, cpus)
         serve(self.state, thread, self.threads)
+
+    def rest(self, resting: bool) -> None:
+        """While the caller waits for something slow, workers sleep at once instead of spinning."""
+        self._state_words[RESTING] = resting
 
     def run(self, work: int, job: int) -> None:
         launch(self.state, work, job, self.threads)

@@ -6,7 +6,7 @@ fill(); the reader threads only count down an expert's ranges and report it.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -36,17 +36,18 @@ class ExpertArena:
         self.n_expert = max(experts.n_expert for experts in layers.values())
         self.row = {layer: row for row, layer in enumerate(order)}
         self._first_layer = min(layers)
-        self._layouts = [layer_layouts(layers[layer]) for layer in order]
+        layouts = [layout for layer in order for layout in layer_layouts(layers[layer])]
+        self._starts = np.array([layout.starts for layout in layouts], np.int64)  # [keys, 3]
         self.row_sizes = np.array([size[layer] for layer in order])
         self.slots = Slots(self.row_sizes, self.n_expert, nbytes, half_life, growth)
-        everything = [layout for ones in self._layouts for layout in ones]
-        self._loads = open_loads(self.slots.memory, everything, direct, threads)
+        self._loads = open_loads(self.slots.memory, layouts, direct, threads)
         n = len(layers) * self.n_expert
         self.state = np.zeros(n, np.int8)
         self._place = np.full(n, -1, np.int64)  # byte offset in the memory, -1: has no slot
         self._address = np.zeros((len(layers), 3, self.n_expert), np.int64)
         self._hinted: list[set[int]] = [set() for _ in layers]
         self._counters = Counters()
+        self.rest: Callable[[bool], None] = lambda resting: None  # called around each wait
 
     def addresses(self, layer: int) -> np.ndarray:
         """int64 [3, E]: where gate, up and down of each expert of the layer lie, once it is
@@ -79,7 +80,7 @@ class ExpertArena:
         state = self.state[keys]
         here, missing = keys[state == RESIDENT], keys[state == ABSENT].tolist()
         coming = set(keys[state == QUEUED].tolist())
-        self._count_uses(len(keys), len(here), len(missing))
+        self._counters.count(len(keys), len(here), len(missing))
         for key in coming:
             self._loads.promote(key)
         started = self._start(row, missing, wanted=True, frozen=frozen)
@@ -140,7 +141,7 @@ class ExpertArena:
         for slot_class in self.slots.classes:
             for key in slot_class.most_used(counts, n_used):
                 if self.state[key] == ABSENT and slot_class.free:
-                    self._load(key, slot_class.free.pop(), wanted=False)
+                    self._load([key], [slot_class.free.pop()], wanted=False)
                     slot_class.fills.append(key)
                     self._counters.filled += 1
         return self._counters.filled - before
@@ -190,13 +191,6 @@ class ExpertArena:
             if not frozen:
                 c.ring.clear()
 
-    def _count_uses(self, uses: int, hits: int, misses: int) -> None:
-        c = self._counters
-        c.uses += uses
-        c.hits += hits
-        c.misses += misses
-        c.late += uses - hits - misses
-
     def _close_hints(self, row: int, keys: np.ndarray) -> None:
         """The hinted layer is here: count what the hints were worth, and cancel those not asked
         for."""
@@ -221,19 +215,18 @@ class ExpertArena:
         slot_class = self.slots.of(row)
         places = self._make_room(slot_class, len(keys), frozen)
         started = keys[: len(places)]
-        for key, place in zip(started, places):
-            self._load(key, place, wanted)
+        if started:
+            self._load(started, places, wanted)
         if frozen:
             slot_class.ring.update(dict.fromkeys(started))
         return started
 
-    def _load(self, key: int, place: int, wanted: bool) -> None:
-        row, e = divmod(key, self.n_expert)
-        layout = self._layouts[row][e]
-        self.state[key], self._place[key] = QUEUED, place
-        for role in range(3):
-            self._address[row, role, e] = self.slots.memory.address + place + layout.starts[role]
-        self._loads.start(key, layout, place, wanted)
+    def _load(self, keys: list[int], places: list[int], wanted: bool) -> None:
+        at, where = np.array(keys, np.int64), np.array(places, np.int64)
+        self.state[at], self._place[at] = QUEUED, where
+        row, e = np.divmod(at, self.n_expert)
+        self._address[row, :, e] = (self.slots.memory.address + where)[:, None] + self._starts[at]
+        self._loads.start(at, where, wanted)
 
     def _make_room(self, slot_class: SlotClass, count: int, frozen: bool) -> list[int]:
         """Places of up to count slots: free ones, cancelled fills, the ring's (frozen), then
@@ -252,7 +245,7 @@ class ExpertArena:
         return [slot_class.free.pop() for _ in range(min(count, len(slot_class.free)))]
 
     def _evict(self, slot_class: SlotClass, key: int) -> None:
-        slot_class.pool.evict(np.array([key - slot_class.first_key]))
+        slot_class.pool.resident[key - slot_class.first_key] = 0
         self._counters.evictions += 1
         self._vacate(slot_class, key)
 
@@ -277,11 +270,16 @@ class ExpertArena:
 
     def _settle(self) -> None:
         """Takes note of what has arrived meanwhile."""
-        self._take_note(self._loads.ended())
+        ended = self._loads.ended()
+        if ended:
+            self._take_note(ended)
 
     def _wait(self) -> list[int]:
         """Blocks until an expert arrives; returns it and those that came with it."""
-        return self._take_note(self._loads.wait())
+        self.rest(True)
+        ended = self._loads.wait()
+        self.rest(False)
+        return self._take_note(ended)
 
     def _take_note(self, ended: list[Ended]) -> list[int]:
         """Their experts are resident now, or, if a range failed, absent again."""
@@ -291,7 +289,7 @@ class ExpertArena:
         here = [load.key for load in ended if load.error is None]
         for key in here:
             slot_class = self.slots.of(key // self.n_expert)
-            slot_class.pool.insert(np.array([key - slot_class.first_key]))
+            slot_class.pool.resident[key - slot_class.first_key] = 1
             self.state[key] = RESIDENT
         self._counters.failed_guesses += sum(not load.wanted for load in failed)
         for load in failed:

@@ -20,6 +20,13 @@ class Counters:
     filled: int = 0
     failed_guesses: int = 0
 
+    def count(self, uses: int, hits: int, misses: int) -> None:
+        """The experts of one layer of a step."""
+        self.uses += uses
+        self.hits += hits
+        self.misses += misses
+        self.late += uses - hits - misses
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaStats:

@@ -34,6 +34,7 @@ class DiskScheduler(Scheduler):
         if counts is not None and counts.means is not None:
             self.look_ahead.start_from(counts.means)
         self.pays = Pays(("prefetch",) if prefetch else ())
+        arena.rest = device.rest
         layers = sorted(experts)
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._first, self._next = layers[0], dict(zip(layers, layers[1:]))

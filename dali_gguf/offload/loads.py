@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import numpy as np
+
 from dali_gguf.errors import DaliError
 from dali_gguf.offload.direct_io import Memory, ModelFile
 from dali_gguf.offload.layout import ExpertLayout
@@ -39,9 +41,10 @@ class Load:
 class Loads:
     """Everything here is called by one thread; the readers only report that a load is whole."""
 
-    def __init__(self, memory: Memory, files: dict[str, ModelFile], threads: int = THREADS):
+    def __init__(self, memory: Memory, files: dict[str, ModelFile], layouts: list[ExpertLayout],
+                 threads: int = THREADS):
         self.files, self.wait_seconds = files, 0.0
-        self._memory = memory
+        self._memory, self._layouts = memory, layouts
         self._under_way: dict[int, Load] = {}
         self._whole: SimpleQueue[Load] = SimpleQueue()
         self._count_down = threading.Lock()
@@ -59,8 +62,12 @@ class Loads:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def start(self, key: int, layout: ExpertLayout, place: int, wanted: bool) -> None:
-        """Queues the expert's ranges; place: of its slot in the memory."""
+    def start(self, keys: np.ndarray, places: np.ndarray, wanted: bool) -> None:
+        """Queues the ranges of experts keys int64 [n]; places [n]: of their slots in the memory."""
+        for key, place in zip(keys.tolist(), places.tolist()):
+            self._start(key, self._layouts[key], place, wanted)
+
+    def _start(self, key: int, layout: ExpertLayout, place: int, wanted: bool) -> None:
         view = self._memory.view[place : place + layout.nbytes]
         reads = [
             Read(self.files[x.path], x.offset, x.nbytes, view[x.at :], x.name, key)

@@ -25,7 +25,7 @@ def open_loads(memory: Memory, layouts: list[ExpertLayout], direct: bool,
     files = {path: ModelFile(path, direct) for path in sorted(paths)}
     if NATIVE and all(file.direct for file in files.values()):
         return NativeLoads(memory, files, layouts, threads)
-    return Loads(memory, files, threads)
+    return Loads(memory, files, layouts, threads)
 
 
 class NativeLoads:
@@ -71,9 +71,9 @@ class NativeLoads:
         """Time in which at least one read was under way."""
         return 1e-9 * float(self._record[native.BUSY_NS])
 
-    def start(self, key: int, layout: ExpertLayout, place: int, wanted: bool) -> None:
-        self._under_way[key] = wanted
-        native.start(self._ctl, key, self._memory.address + place, wanted, self._own)
+    def start(self, keys: np.ndarray, places: np.ndarray, wanted: bool) -> None:
+        self._under_way.update(dict.fromkeys(keys.tolist(), wanted))
+        native.start(self._ctl, keys, self._memory.address + places, wanted, self._own)
 
     def promote(self, key: int) -> None:
         if not self._under_way[key]:

@@ -191,10 +191,9 @@ def serve(ctl, scratch):
 
 
 @jit
-def start(ctl, key, place, wanted, scratch):
-    """Queues the ranges of an expert that goes to the address place."""
+def queue_one(ctl, key, place, wanted):
+    """Queues the ranges of an expert that goes to the address place; returns how many."""
     count = word(word(ctl, COUNT), key)
-    lock(ctl)
     put(word(ctl, PLACE), key, place)
     put(word(ctl, LEFT), key, count)
     put(word(ctl, BAD), key, 0)
@@ -204,7 +203,18 @@ def start(ctl, key, place, wanted, scratch):
             push(ctl, DEMAND, DEMAND_HEAD, DEMAND_TAIL, job)
         else:
             push(ctl, GUESS, GUESS_HEAD, GUESS_TAIL, job)
-    sleepers = wake(ctl, count)
+    return count
+
+
+@jit
+def start(ctl, keys, places, wanted, scratch):
+    """Queues experts keys int64 [n] to the addresses places [n], and wakes readers once: woken
+    threads take the core from the caller."""
+    lock(ctl)
+    jobs = 0
+    for i in range(len(keys)):
+        jobs += queue_one(ctl, keys[i], places[i], wanted)
+    sleepers = wake(ctl, jobs)
     unlock(ctl)
     ring_bell(ctl, WAKE, sleepers, scratch)
 
