@@ -19,7 +19,7 @@ from dali_gguf.kernels.simd import I64, jit, load_f32, load_f32x8, load_intp, st
 
 MAX_TOKENS = 512  # of one call: the accumulators of 16 rows stay in the L1/L2 cache
 CHUNK_COLUMNS = 1024  # unpacked at a time: 16 rows of them fit the L1 cache
-SMALL, STAGE = 4096, 64 * MAX_TOKENS
+SMALL, STAGE = 8192, 64 * MAX_TOKENS
 SCRATCH = SMALL + STAGE + PANELS * (CHUNK_COLUMNS // 32) * 384
 
 
@@ -31,7 +31,7 @@ def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
         for i in range(r, r + count):
             for t in range(tokens):
                 record = load_intp(records + 8 * t)
-                y = eight_rows(w + i * stride, step, n, record, 8 * stride, scratch)
+                y = eight_rows(w + i * stride, step, n, record, scratch)
                 target = out + t * out_stride + 4 * i
                 if whole:
                     store(target, y)
