@@ -48,9 +48,10 @@ class Weights:
         tensor = self.file.tensors.get(name)
         if tensor is None:
             return None
-        fits = len(shape) == len(tensor.shape) and all(
-            s in (None, t) for s, t in zip(shape, tensor.shape)
-        )
+        found = tensor.shape
+        while len(found) > len(shape) and found[0] == 1:  # some writers keep a row's (1, n)
+            found = found[1:]
+        fits = len(shape) == len(found) and all(s in (None, t) for s, t in zip(shape, found))
         if not fits:
             raise ModelFileError(
                 f"{self.path}: tensor {name} has the shape {list(tensor.shape)}; "

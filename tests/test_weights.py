@@ -103,3 +103,10 @@ def test_a_matrix_in_parts():
     first, second = weights(x=rows).row_parts("blk.0.ffn_x", (1, 2), 8)
     assert np.array_equal(dequantize(first), rows[:1])
     assert np.array_equal(dequantize(second), rows[1:])
+
+
+@pytest.mark.parametrize("shape", [(D,), (1, D)])
+def test_a_row_may_be_written_as_a_matrix(shape):
+    w = weights(gate_inp_shexp__weight=np.arange(D).reshape(shape))
+    row = w.row_matrix("blk.0.ffn_gate_inp_shexp.weight", D)
+    assert dequantize(row).tolist() == [list(range(D))]
