@@ -16,7 +16,7 @@ from dali_gguf.errors import DaliError
 from dali_gguf.offload.direct_io import ModelFile
 
 THREADS = 4
-MOST_GUESSES = 2  # in flight at once: reaches 90 % of the disk, holds up a miss only briefly
+MOST_GUESSES = 4  # in flight at once: 2 leave 10 % of the disk, and measured 2 % slower steps
 
 
 @dataclass(slots=True, eq=False)

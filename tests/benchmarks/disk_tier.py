@@ -8,7 +8,7 @@ Needs root (memory groups, dropping the page cache, a loop device). MODEL: see d
 file is seen by llama.cpp through a read-only direct-I/O loop device with read_ahead_kb 128, because
 the window of the disk itself is left alone. The bound is 1 / max(compute, missed bytes /
 direct-read ceiling): compute from a run without limit, missed bytes and ceiling from the limited
-run itself.
+run itself. "Side by side" is the same with compute and ceiling measured while both are at work.
 """
 
 import argparse
@@ -42,9 +42,12 @@ def child(args) -> None:
     ceiling."""
     began = time.perf_counter()
     from dali_gguf.engine import Engine
+    from dali_gguf.gguf_file import GGUFFile
     from dali_gguf.kernels import cpu  # noqa: F401  compiled code is loaded before the clock starts
     from dali_gguf.offload.disk_forecast import measure_bandwidth
 
+    with GGUFFile.open(args.model) as file:
+        ceiling = measure_bandwidth(file.tensors, 1.0)
     imported = time.perf_counter()
     engine = Engine(str(args.model), n_ctx=2048)
     disk, loaded = engine.scheduler.disk_stats, time.perf_counter()
@@ -67,7 +70,9 @@ def child(args) -> None:
     if args.prefill:
         result |= measure_prefill(engine, args.prefill)
     if engine.memory.streams:
-        result["ceiling"] = measure_bandwidth(engine.file.tensors, 1.0)
+        result["ceiling"] = max(ceiling, measure_bandwidth(engine.file.tensors, 1.0))
+    else:
+        result |= measure_shared(args.model, steps)
     engine.close()
     print(json.dumps(result))
 
@@ -93,6 +98,30 @@ def measure_prefill(engine, tokens: int) -> dict:
     if before is not None:
         result["prefill_bytes"] = (engine.scheduler.disk_stats() - before).bytes_read
     return result
+
+
+def measure_shared(model: Path, steps: Iterator[int]) -> dict:
+    """Decode while another process reads the file as fast as it can: what both reach together. On a
+    virtual machine the disk takes time from the cores, and the cores from the disk."""
+    command = [sys.executable, str(Path(__file__)), str(model), "--reader"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        reader.stdout.readline()
+        start, count = time.perf_counter(), 0
+        while reader.poll() is None:
+            next(steps)
+            count += 1
+        rate = count / (time.perf_counter() - start)
+        return {"shared_decode": rate, "shared_ceiling": float(reader.stdout.readline())}
+
+
+def reader(model: Path) -> None:
+    """The other process of measure_shared."""
+    from dali_gguf.gguf_file import GGUFFile
+    from dali_gguf.offload.disk_forecast import measure_bandwidth
+
+    with GGUFFile.open(model) as file:
+        print("ready", flush=True)
+        print(measure_bandwidth(file.tensors, 3.0))
 
 
 def needed_so_far(s) -> int:
@@ -192,8 +221,12 @@ def seen_with(model: Path, read_ahead: str):
 # ---- the report
 
 
-def bound(run: dict, compute_rate: float) -> float:
-    return 1 / max(1 / compute_rate, run["disk_megabytes_per_token"] * 1e6 / run["ceiling"])
+def bounds(run: dict, free: dict) -> tuple[float, float]:
+    """Tokens/s if compute and disk never waited for each other: each at its speed alone, and at the
+    speeds they reach side by side."""
+    read = run["disk_megabytes_per_token"] * 1e6
+    alone = 1 / max(1 / free["decode"], read / run["ceiling"])
+    return alone, 1 / max(1 / free["shared_decode"], read / free["shared_ceiling"])
 
 
 def show(part: str, run: dict, free: dict, others: dict[str, dict]) -> dict:
@@ -204,11 +237,12 @@ def show(part: str, run: dict, free: dict, others: dict[str, dict]) -> dict:
         return row
     line = f"{part:>6}  dali-gguf {run['decode']:6.2f} t/s"
     if "ceiling" in run:
-        row["bound"] = bound(run, free["decode"])
+        row["bound"], row["bound_shared"] = bounds(run, free)
         slot = run["disk_arena_bytes"] / run["disk_slots"]
         missed = (run["disk_misses"] + run["disk_late"]) * slot
         line += (
-            f", bound {row['bound']:.2f} ({100 * run['decode'] / row['bound']:.0f}%), hits "
+            f", bound {row['bound']:.2f} ({100 * run['decode'] / row['bound']:.0f}%), side by side "
+            f"{row['bound_shared']:.2f} ({100 * run['decode'] / row['bound_shared']:.0f}%), hits "
             f"{100 * run['disk_hit_rate']:.0f}%, {run['disk_megabytes_per_token']:.0f} MB/token at "
             f"{run['disk_gigabytes_per_second']:.2f} of {run['ceiling'] / 1e9:.2f} GB/s, wait "
             f"{run['disk_wait_ms_per_token']:.1f} ms/token, read/missed "
@@ -216,6 +250,9 @@ def show(part: str, run: dict, free: dict, others: dict[str, dict]) -> dict:
         )
         once = run["first_needed"] / run["ceiling"]
         line += f", load + first token / reading once {(run['load_s'] + run['first_s']) / once:.2f}"
+    if "shared_decode" in run:
+        line += f" (while the disk is read at {run['shared_ceiling'] / 1e9:.2f} GB/s: "
+        line += f"{run['shared_decode']:.2f})"
     line += f", load {run['load_s']:.1f} s, first token {run['first_s']:.1f} s"
     print(f"{line}, peak {run['peak'] >> 20}M")
     if "prefill" in run:
@@ -248,7 +285,11 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--reader", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.reader:
+        reader(args.model)
+        return
     if args.child:
         child(args)
         return
