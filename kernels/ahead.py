@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType as Q
 
+import dali_gguf
 from dali_gguf import kernels
 from dali_gguf.kernels.formats import (
     FORMATS, Format, expand_address, matmat_address, matvec_address,
@@ -145,7 +146,7 @@ def compile_all(types: Iterable[Q], progress: Callable[[str], None] = lambda tas
 
 
 def _start(tasks: list[str]) -> subprocess.Popen:
-    root = str(Path(kernels.__file__).parents[1])
+    root = str(Path(dali_gguf.__file__).parents[1])  # site-packages, or the checkout
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
     return subprocess.Popen(
         [sys.executable, "-m", "dali_gguf.kernels.ahead", *tasks],
