@@ -150,6 +150,7 @@ def _start(tasks: list[str]) -> subprocess.Popen:
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
     return subprocess.Popen(
         [sys.executable, "-m", "dali_gguf.kernels.ahead", *tasks],
+        cwd=root,  # python -m looks there first: a checkout around us must not come before
         env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
