@@ -49,7 +49,7 @@ def child(args) -> None:
     with GGUFFile.open(args.model) as file:
         ceiling = measure_bandwidth(file.tensors, 1.0)
     imported = time.perf_counter()
-    engine = Engine(str(args.model), n_ctx=2048)
+    engine = Engine(str(args.model), n_ctx=2048, prefetch=args.prefetch)
     disk, loaded = engine.scheduler.disk_stats, time.perf_counter()
     steps = decode_steps(engine, args.greedy)
     next(steps)
@@ -133,7 +133,7 @@ def ours(model: Path, limit: int, args, prefill: int) -> dict:
     command = [sys.executable, str(Path(__file__)), str(model), "--child"]
     for name, value in (("tokens", args.tokens), ("warm", args.warm), ("prefill", prefill)):
         command += [f"--{name}", str(value)]
-    command += ["--greedy"] * args.greedy
+    command += ["--prefetch", args.prefetch, *["--greedy"] * args.greedy]
     model.with_suffix(".dali.gguf").unlink(missing_ok=True)  # what an earlier run learned
     drop_cache()
     with MemoryGroup("bench", limit) as group:
@@ -229,43 +229,63 @@ def bounds(run: dict, free: dict) -> tuple[float, float]:
     return alone, 1 / max(1 / free["shared_decode"], read / free["shared_ceiling"])
 
 
-def show(part: str, run: dict, free: dict, others: dict[str, dict]) -> dict:
-    """Prints the figures of one limit; returns them."""
-    row = {"part": part, "ours": run, "peer": others}
+def show_ours(part: str, run: dict, free: dict) -> None:
     if "error" in run:
-        print(f"{part:>6}  dali-gguf: {run['error']}")
-        return row
-    line = f"{part:>6}  dali-gguf {run['decode']:6.2f} t/s"
+        print(f"{part:>6}  dali-gguf: {run['error']}", flush=True)
+        return
+    parts = [f"{part:>6}  dali-gguf {run['decode']:6.2f} t/s"]
     if "ceiling" in run:
-        row["bound"], row["bound_shared"] = bounds(run, free)
-        slot = run["disk_arena_bytes"] / run["disk_slots"]
-        missed = (run["disk_misses"] + run["disk_late"]) * slot
-        line += (
-            f", bound {row['bound']:.2f} ({100 * run['decode'] / row['bound']:.0f}%), side by side "
-            f"{row['bound_shared']:.2f} ({100 * run['decode'] / row['bound_shared']:.0f}%), hits "
-            f"{100 * run['disk_hit_rate']:.0f}%, {run['disk_megabytes_per_token']:.0f} MB/token at "
-            f"{run['disk_gigabytes_per_second']:.2f} of {run['ceiling'] / 1e9:.2f} GB/s, wait "
-            f"{run['disk_wait_ms_per_token']:.1f} ms/token, read/missed "
-            f"{run['disk_bytes_read'] / max(missed, 1):.3f}, prefetch [{run['prefetch']}]"
-        )
-        once = run["first_needed"] / run["ceiling"]
-        line += f", load + first token / reading once {(run['load_s'] + run['first_s']) / once:.2f}"
+        parts += limited_figures(run, free)
     if "shared_decode" in run:
-        line += f" (while the disk is read at {run['shared_ceiling'] / 1e9:.2f} GB/s: "
-        line += f"{run['shared_decode']:.2f})"
-    line += f", load {run['load_s']:.1f} s, first token {run['first_s']:.1f} s"
-    print(f"{line}, peak {run['peak'] >> 20}M")
+        speed = run["shared_ceiling"] / 1e9
+        parts.append(f"{run['shared_decode']:.2f} while the disk is read at {speed:.2f} GB/s")
+    parts.append(f"load {run['load_s']:.1f} s, first token {run['first_s']:.1f} s")
+    parts.append(f"peak {run['peak'] >> 20}M")
     if "prefill" in run:
-        print(f"        dali-gguf prefill {run['prefill']:.1f} t/s")
-    for name, other in others.items():
-        ours_rate = run["prefill"] if "prefill" in name else run["decode"]
-        if "rate" in other:
-            ratio = ours_rate / other["rate"]
-            print(f"        llama.cpp {name}: {other['rate']:.2f} t/s, ratio {ratio:.2f}x")
-        else:
-            print(f"        llama.cpp {name}: {other['error']}")
-    sys.stdout.flush()
-    return row
+        parts.append(f"prefill {run['prefill']:.1f} t/s")
+    print(", ".join(parts), flush=True)
+
+
+def limited_figures(run: dict, free: dict) -> list[str]:
+    alone, shared = bounds(run, free)
+    missed = (run["disk_misses"] + run["disk_late"]) * run["disk_arena_bytes"] / run["disk_slots"]
+    once = run["first_needed"] / run["ceiling"]
+    run |= {"bound": alone, "bound_shared": shared}
+    run["read_over_missed"] = run["disk_bytes_read"] / missed
+    run["first_over_once"] = (run["load_s"] + run["first_s"]) / once
+    return [
+        f"bound {alone:.2f} ({100 * run['decode'] / alone:.0f}%)",
+        f"side by side {shared:.2f} ({100 * run['decode'] / shared:.0f}%)",
+        f"hits {100 * run['disk_hit_rate']:.0f}%",
+        f"{run['disk_megabytes_per_token']:.0f} MB/token at "
+        f"{run['disk_gigabytes_per_second']:.2f} of {run['ceiling'] / 1e9:.2f} GB/s",
+        f"wait {run['disk_wait_ms_per_token']:.1f} ms/token",
+        f"read/missed {run['read_over_missed']:.3f}",
+        f"prefetch [{run['prefetch']}]",
+        f"load + first token / reading once {run['first_over_once']:.2f}",
+    ]
+
+
+def show_peer(name: str, other: dict, rate: float | None) -> None:
+    if "rate" not in other or rate is None:
+        print(f"        llama.cpp {name}: {other.get('error', other)}", flush=True)
+        return
+    ratio = rate / other["rate"]
+    print(f"        llama.cpp {name}: {other['rate']:.2f} t/s, ratio {ratio:.2f}x", flush=True)
+
+
+def compare(args, part: int, free: dict) -> dict:
+    """Both programs at one limit."""
+    limit, prefill = args.model.stat().st_size * part // 100, args.prefill if part == 50 else 0
+    run, others = ours(args.model, limit, args, prefill), {}
+    show_ours(f"{part}%", run, free)
+    for read_ahead in args.read_ahead if args.peer else []:
+        with seen_with(args.model, read_ahead) as path:
+            for tokens, key in ((0, "decode"), (prefill, "prefill"))[: 1 + bool(prefill)]:
+                name = f"{key}, read-ahead {read_ahead}"
+                others[name] = peer(args, path, limit, tokens)
+                show_peer(name, others[name], run.get(key))
+    return {"part": part, "ours": run, "peer": others}
 
 
 def main() -> None:
@@ -280,6 +300,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=32)
     parser.add_argument("--peer-tokens", type=int, default=32)
     parser.add_argument("--prefill", type=int, default=0, help="prompt tokens, measured at 50%%")
+    parser.add_argument("--prefetch", default="residual", choices=("residual", "none"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--greedy", action="store_true", help="both continue the same prompt")
     parser.add_argument("--timeout", type=float, default=300)
@@ -297,16 +318,8 @@ def main() -> None:
     print(f"{args.model.name}: {size / 1e9:.2f} GB, {args.threads} threads, read_ahead_kb "
           f"{own_read_ahead(args.model)}, llama.cpp with --repack 0, page cache dropped each time")
     free = ours(args.model, NO_LIMIT, args, args.prefill)
-    rows = [show("none", free, free, {})]
-    for part in args.part:
-        limit, prefill = size * part // 100, args.prefill if part == 50 else 0
-        run, others = ours(args.model, limit, args, prefill), {}
-        for read_ahead in args.read_ahead if args.peer else []:
-            with seen_with(args.model, read_ahead) as path:
-                others[f"read-ahead {read_ahead}"] = peer(args, path, limit, 0)
-                if prefill:
-                    others[f"prefill, read-ahead {read_ahead}"] = peer(args, path, limit, prefill)
-        rows.append(show(f"{part}%", run, free, others))
+    show_ours("none", free, free)
+    rows = [{"part": None, "ours": free}, *(compare(args, part, free) for part in args.part)]
     if args.json:
         result = {"model": args.model.name, "bytes": size, "rows": rows}
         args.json.write_text(json.dumps(result, indent=1))
