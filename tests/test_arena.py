@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Q
 from dali_gguf.errors import MemoryBudgetError, ModelFileError
 from dali_gguf.offload import native_loads
 from dali_gguf.offload.arena import ExpertArena
-from dali_gguf.offload.layout import lay_out, slot_sizes
+from dali_gguf.offload.layout import lay_out, layer_layouts, slot_sizes
 from dali_gguf.offload.native_loads import NativeLoads
 from dali_gguf.offload.native_readers import MOST_GUESSES
 from dali_gguf.offload.slots import RING, check_arena, smallest_arena
@@ -40,7 +40,8 @@ def ones(ids):
 
 def arena_for(layers, slots, **options):
     """An arena with that many slots (of the largest size)."""
-    return ExpertArena(layers, slots * max(slot_sizes(layers).values()), **options)
+    layouts = {layer: layer_layouts(experts) for layer, experts in layers.items()}
+    return ExpertArena(layers, slots * max(slot_sizes(layers, layouts).values()), **options)
 
 
 def matrices_in(arena, layer, e, experts):

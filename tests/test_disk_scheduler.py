@@ -12,7 +12,7 @@ from dali_gguf.engine import Engine
 from dali_gguf.errors import MemoryBudgetError, ModelFileError
 from dali_gguf.offload import budget, disk_tier
 from dali_gguf.offload.disk_scheduler import DiskScheduler
-from dali_gguf.offload.memory_plan import RUNTIME
+from dali_gguf.offload.memory_plan import RUNTIME, SPARE
 from dali_gguf.offload.memory_watch import LEAST_SPARE
 from dali_gguf.sampler import SamplingParams
 
@@ -34,7 +34,7 @@ def limited(path, monkeypatch, part, **options):
     with Engine(path, n_ctx=128, device=ArenaDevice(), **options) as free:
         demand = free.memory.demand
     usable = demand.fixed + int(part * demand.experts)
-    room = budget.Room(int(usable / 0.97) + 1, "test")
+    room = budget.Room(int(usable / (1 - SPARE)) + 1, budget.MACHINE)
     monkeypatch.setattr(disk_tier, "room_for", lambda ram: room)
     engine = Engine(path, n_ctx=128, device=ArenaDevice(), **options)
     monkeypatch.setattr(disk_tier, "room_for", lambda ram: budget.Room(LEAST_SPARE, "test"))
@@ -131,7 +131,8 @@ def test_the_compiled_kernels_give_the_same_bits(path, monkeypatch):
     ids = np.random.default_rng(1).integers(3, TINY.n_vocab, 40).tolist()
     with Engine(path, n_ctx=128) as engine:
         expected, text, demand = engine.logits(ids), tokens(engine), engine.memory.demand
-    room = budget.Room(int((demand.fixed + 0.5 * demand.experts) / 0.97) + 1, "test")
+    usable = demand.fixed + demand.experts // 2
+    room = budget.Room(int(usable / (1 - SPARE)) + 1, budget.MACHINE)
     monkeypatch.setattr(disk_tier, "room_for", lambda ram: room)
     with Engine(path, n_ctx=128) as engine:
         assert np.array_equal(engine.logits(ids), expected)

@@ -23,7 +23,7 @@ def test_what_fits_is_mapped():
 
 def test_the_margin_is_larger_where_other_programs_live():
     assert plan_memory(DEMAND, room(20.5, MACHINE), GIB).streams
-    assert not plan_memory(DEMAND, room(20.5), GIB).streams
+    assert not plan_memory(DEMAND, room(19.5), GIB).streams
 
 
 def test_what_does_not_fit_streams_within_the_budget():

@@ -31,12 +31,13 @@ class ExpertArena:
                  half_life: float = HALF_LIFE, threads: int = THREADS, direct: bool = True,
                  growth: float = 0.0):
         """nbytes: of all slots; growth: part of it that resize() may add."""
-        size = slot_sizes(layers)
+        layouts_of = {layer: layer_layouts(experts) for layer, experts in layers.items()}
+        size = slot_sizes(layers, layouts_of)
         order = sorted(layers, key=lambda layer: (size[layer], layer))
         self.n_expert = max(experts.n_expert for experts in layers.values())
         self.row = {layer: row for row, layer in enumerate(order)}
         self._first_layer = min(layers)
-        layouts = [layout for layer in order for layout in layer_layouts(layers[layer])]
+        layouts = [layout for layer in order for layout in layouts_of[layer]]
         self._starts = np.array([layout.starts for layout in layouts], np.int64)  # [keys, 3]
         self.row_sizes = np.array([size[layer] for layer in order])
         self.slots = Slots(self.row_sizes, self.n_expert, nbytes, half_life, growth)

@@ -56,11 +56,12 @@ def layer_layouts(experts: LayerExperts) -> list[ExpertLayout]:
     return [lay_out(experts.matrices(e)) for e in range(experts.n_expert)]
 
 
-def slot_sizes(layers: dict[int, LayerExperts]) -> dict[int, int]:
+def slot_sizes(layers: dict[int, LayerExperts],
+               layouts: dict[int, list[ExpertLayout]]) -> dict[int, int]:
     """Slot size of each layer, the same for layers whose experts have the same size: where a range
     lies in its first page must not split them into classes."""
-    slot: dict[int, int] = {}
-    for experts in layers.values():
-        fits = max(layout.nbytes for layout in layer_layouts(experts))
-        slot[experts.expert_bytes()] = max(fits, slot.get(experts.expert_bytes(), 0))
-    return {layer: slot[experts.expert_bytes()] for layer, experts in layers.items()}
+    kind = {layer: experts.expert_bytes() for layer, experts in layers.items()}
+    slot = dict.fromkeys(kind.values(), 0)
+    for layer, ones in layouts.items():
+        slot[kind[layer]] = max(slot[kind[layer]], *(layout.nbytes for layout in ones))
+    return {layer: slot[kind[layer]] for layer in layers}

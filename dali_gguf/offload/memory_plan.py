@@ -74,15 +74,17 @@ def demand_of(tensors: dict[str, Tensor], config: ModelConfig, n_ctx: int, n_seq
 def plan_memory(demand: Demand, room: Room, least_arena: int) -> MemoryPlan:
     """Everything in memory if it fits, else the largest arena that does.
 
-    room: what can still be taken. least_arena: the smallest that a layer can work with. Raises
-    MemoryBudgetError, with the smallest budget that works.
+    room: what can still be taken. least_arena: the smallest that a layer can work with. Mapped
+    weights can be dropped and read again, so they may take all of a limit that is ours alone.
+    Raises MemoryBudgetError, with the smallest budget that works.
     """
     spare = SPARE if room.source == MACHINE else SPARE_OWN
     usable = int(room.nbytes * (1 - spare))
-    if demand.experts == 0 or demand.experts + demand.fixed <= usable:
-        if demand.experts == 0 and demand.fixed > usable:
-            raise _too_little(demand, room, demand.fixed, spare)
+    mapped = usable if room.source == MACHINE else room.nbytes
+    if demand.experts + demand.fixed <= mapped:
         return MemoryPlan(demand, room, False, 0)
+    if demand.experts == 0:
+        raise _too_little(demand, room, demand.fixed, spare)
     arena = usable - demand.fixed
     if arena < least_arena:
         raise _too_little(demand, room, demand.fixed + least_arena, spare)
