@@ -6,6 +6,7 @@ A type gives, for the block at p,
     mins16(p)   -> i16x16: the integer minimum of each 16 weights
     spread(p)   -> i16x16: scales16 with the even ones first, then the odd ones
     min_dot(p, sums, n) -> i32x8 whose lanes sum to msum (where MIN is not NO_MIN)
+and says where its halves lie: D_AT, M_AT (dmin, where MIN == FLOAT_MIN);
     weight = d * scale * code - dmin * min              (MIN == FLOAT_MIN)
     weight = d * (scale * code - min)                   (MIN == INT_MIN: Q3_K, Q6_K offsets)
 For each row:  y = sum over blocks of  d dx isum - dmin dx msum, where isum = sum of scale code q and
@@ -16,7 +17,9 @@ Blocks are added in order: the same bits on every path. Templates, as in blocks3
 import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
-from dali_gguf.kernels.lanes import first_lane, permutation, sum_scratch, to_f32, zero_f32x8
+from dali_gguf.kernels.lanes import (
+    first_lane, gather_i16x8, half_to_float, permutation, sum_scratch, to_f32, zero_f32x8,
+)
 from dali_gguf.kernels.panel import (
     add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, transpose8, zero_tile,
 )
@@ -32,6 +35,14 @@ AHEAD = 2048  # bytes: hardware prefetch stops at each page
 lane0, lane1, lane2, lane3, lane4, lane5, lane6, lane7 = (
     permutation([j] * 8 + [8 + j] * 8) for j in range(8)
 )
+
+
+def scales8(p, stride):
+    return half_to_float(gather_i16x8(p + D_AT, stride))
+
+
+def mins8(p, stride):
+    return half_to_float(gather_i16x8(p + M_AT, stride))
 
 
 def scaled(p, j, q, scale):
@@ -95,7 +106,8 @@ def pack_block(p, stride, last, target, scratch):
         store(scratch + 32 * r, scales16(row))
         store(scratch + 256 + 32 * r, mins16(row))
         store(mins + 256 + 4 * r, first_lane(scales8(row, 0)))
-        store(mins + 288 + 4 * r, first_lane(mins8(row, 0)))
+        if MIN == FLOAT_MIN:
+            store(mins + 288 + 4 * r, first_lane(mins8(row, 0)))
     transpose8(scratch + 256, 32, mins)
     if SUB == 32:
         transpose8(scratch, 32, scales)
@@ -128,7 +140,9 @@ def expand(p, n, out, scratch):
     """n weights at p to float32 at out."""
     for i in range(n // 256):
         block = p + i * BYTES
-        d, dmin = first_lane(scales8(block, 0)), first_lane(mins8(block, 0))
+        d, dmin = first_lane(scales8(block, 0)), np.float32(0)
+        if MIN == FLOAT_MIN:
+            dmin = first_lane(mins8(block, 0))
         store(scratch, scales16(block))
         store(scratch + 32, mins16(block))
         for k in range(256):
@@ -147,4 +161,4 @@ def expand(p, n, out, scratch):
 
 
 PANEL_BLOCK = 2048 + 512 + 256 + 64
-INLINE, ONCE = (scaled,), (dot, eight_rows, pack_block, tile_block)
+INLINE, ONCE = (scales8, mins8, scaled), (dot, eight_rows, pack_block, tile_block)

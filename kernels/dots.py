@@ -4,7 +4,8 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from dali_gguf.kernels import isa
-from dali_gguf.kernels.simd import I16, I32, Vec, call, shuffle
+from dali_gguf.kernels.lanes import add_pairs_ir
+from dali_gguf.kernels.simd import I16, I32, Vec, call, const, shuffle
 
 
 def pair_dot_ir(b, u, s, signed: bool):
@@ -58,3 +59,16 @@ def madd(typing, x, y):
         return madd_ir(b, *args)
 
     return Vec("i32", x.n // 2)(x, y), gen
+
+
+@intrinsic
+def add_small_pairs(typing, x, y):
+    """lanes.add_pairs of values that fit i16."""
+
+    def gen(context, b, sig, args):
+        if isa.AVX2 and x.n == 8:
+            both = call(b, "llvm.x86.avx2.packssdw", ir.VectorType(I16, 16), args)
+            return madd_ir(b, both, const("i16", [1] * 16))
+        return add_pairs_ir(b, *args)
+
+    return x(x, y), gen

@@ -16,6 +16,8 @@ from dali_gguf.kernels import (
     bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k, q4_0, q4_1,
     q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
 )
+from dali_gguf.kernels.dots import add_small_pairs
+from dali_gguf.kernels.lanes import add_pairs
 from dali_gguf.kernels.panel import tile_dot
 from dali_gguf.kernels.quantize import FLOAT, Q8, QK
 from dali_gguf.kernels.simd import OPTIONS, inline, inline_once, jit
@@ -83,6 +85,11 @@ def _namespace(fmt: Format) -> dict:
         sub = 32 if fmt.kind == Q8 else fmt.module.SUB
         widen_after = max(1, min(sub // 4, 32767 // (2 * 127 * fmt.module.MAX_CODE)))
         names["tile"] = tile_dot(sub, fmt.module.SIGNED, widen_after, fmt.kind == QK)
+    if fmt.kind == Q8:
+        lane = 127 * fmt.module.MAX_CODE * (8 if fmt.module.NIBBLES else 4)  # largest sum of a lane
+        names["add_first"], names["add_second"] = (
+            add_small_pairs if most <= 32767 else add_pairs for most in (lane, 2 * lane)
+        )
     return names
 
 
@@ -90,6 +97,8 @@ def _instantiate(fmt: Format) -> dict:
     """The namespace with the templates compiled lazily for one type."""
     names, template = _namespace(fmt), _TEMPLATES[fmt.kind]
     for function in template.INLINE + template.ONCE:
+        if hasattr(fmt.module, function.__name__):
+            continue  # the type has its own
         decorate = inline_once if function in template.ONCE else inline
         names[function.__name__] = decorate(_copy(function, f"{function.__name__}_{fmt.name}", names))
     if fmt.kind != FLOAT:
@@ -127,7 +136,7 @@ def expand_address(fmt: Format) -> int:
     """Address of expand(p, n, out, scratch): n weights at p dequantized to float32 at out."""
     key = (fmt.type, "expand")
     if key not in _compiled:
-        names = _namespace(fmt)
+        names = _instantiate(fmt)
         copy = _copy(_TEMPLATES[fmt.kind].expand, f"expand_{fmt.name}", names)
         _compiled[key] = _callback(copy, EXPAND_SIGNATURE)
     return _compiled[key]

@@ -8,16 +8,14 @@ import numpy as np
 from dali_gguf.kernels.blocks256 import NO_MIN
 from dali_gguf.kernels.iq4_nl import TABLE
 from dali_gguf.kernels.dots import madd
-from dali_gguf.kernels.lanes import (
-    even_then_odd,
-    bytes_of_u64, gather_i16x8, half_to_float, lookup, nibbles, sign_extend_i16,
-)
+from dali_gguf.kernels.lanes import bytes_of_u64, even_then_odd, lookup, nibbles, sign_extend_i16
 from dali_gguf.kernels.q4_k import twice
 from dali_gguf.kernels.simd import (
     inline, load_i8x16, load_i16x16, load_u16, load_u32, splat_i16x16, v_sub,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 136, True, 128, 32, NO_MIN
+D_AT = 0
 
 _table = lookup(TABLE)
 
@@ -62,11 +60,3 @@ def spread(p):
 @inline
 def min_dot(p, sums, n):
     return madd(mins16(p), load_i16x16(sums))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p, stride))
-
-
-mins8 = scales8

@@ -239,13 +239,17 @@ gather_i16x8, gather_i8x8 = _gather8("i16", I16), _gather8("i8", I8)
 # ---- sums over lanes: one fixed order each ----------------------------------------------------
 
 
+def add_pairs_ir(b, x, y):
+    even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+    return b.add(shuffle(b, x, even, y), shuffle(b, x, odd, y))
+
+
 @intrinsic
 def add_pairs(typing, x, y):
     """Neighbouring lanes of i32x8 x and y added, within 128-bit halves."""
 
     def gen(context, b, sig, args):
-        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
-        return b.add(shuffle(b, args[0], even, args[1]), shuffle(b, args[0], odd, args[1]))
+        return add_pairs_ir(b, *args)
 
     return x(x, y), gen
 
@@ -261,21 +265,17 @@ def add_halves(typing, x, y):
     return x(x, y), gen
 
 
-@inline
-def sum_rows(v0, v1, v2, v3, v4, v5, v6, v7):
-    """Lane r of the result = sum of the lanes of v_r, all i32x8."""
-    low = add_pairs(add_pairs(v0, v1), add_pairs(v2, v3))
-    high = add_pairs(add_pairs(v4, v5), add_pairs(v6, v7))
-    return add_halves(low, high)
+first_halves = merge([0, 1, 2, 3, 8, 9, 10, 11])
+second_halves = merge([4, 5, 6, 7, 12, 13, 14, 15])
 
 
 @inline
 def sum_scratch(a):
-    """sum_rows of the eight i32x8 at an address."""
-    return sum_rows(
-        load_i32x8(a), load_i32x8(a + 32), load_i32x8(a + 64), load_i32x8(a + 96),
-        load_i32x8(a + 128), load_i32x8(a + 160), load_i32x8(a + 192), load_i32x8(a + 224),
-    )
+    """Lane r of the result = sum of the lanes of the r-th of eight i32x8 at an address."""
+    v0, v1 = add_pairs(load_i32x8(a), load_i32x8(a + 32)), add_pairs(load_i32x8(a + 64), load_i32x8(a + 96))
+    v2 = add_pairs(load_i32x8(a + 128), load_i32x8(a + 160))
+    v3 = add_pairs(load_i32x8(a + 192), load_i32x8(a + 224))
+    return add_halves(add_pairs(v0, v1), add_pairs(v2, v3))
 
 
 @intrinsic

@@ -10,10 +10,11 @@ from dali_gguf.kernels.lanes import gather_i8x8, lookup, nibbles, power_of_two
 from dali_gguf.kernels.simd import inline, load_i8x16
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 17, False, 24, 12, False
+NIBBLES = 1  # where they start
 
 TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
 
-_table = lookup([v + OFFSET for v in TABLE])
+code = lookup([v + OFFSET for v in TABLE])
 
 
 def reference(blocks):
@@ -25,12 +26,9 @@ def reference(blocks):
 
 @inline
 def codes(p):
-    return _table(nibbles(load_i8x16(p + 1)))
+    return code(nibbles(load_i8x16(p + NIBBLES)))
 
 
 @inline
 def scales8(p, stride):
     return power_of_two(gather_i8x8(p, stride))
-
-
-mins8 = scales8

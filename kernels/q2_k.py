@@ -8,15 +8,13 @@ import numpy as np
 
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
 from dali_gguf.kernels.dots import madd
-from dali_gguf.kernels.lanes import (
-    even_then_odd,
-    gather_i16x8, half_to_float, high_nibbles, low_nibbles, zero_extend_i16,
-)
+from dali_gguf.kernels.lanes import even_then_odd, high_nibbles, low_nibbles, zero_extend_i16
 from dali_gguf.kernels.simd import (
     inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x32, v_and, v_shr,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 84, False, 3, 16, FLOAT_MIN
+D_AT, M_AT = 80, 82
 
 
 def reference(blocks):
@@ -52,13 +50,3 @@ def spread(p):
 @inline
 def min_dot(p, sums, n):
     return madd(mins16(p), load_i16x16(sums))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p + 80, stride))
-
-
-@inline
-def mins8(p, stride):
-    return half_to_float(gather_i16x8(p + 82, stride))

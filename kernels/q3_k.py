@@ -10,7 +10,7 @@ from dali_gguf.kernels.blocks256 import INT_MIN
 from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
     even_then_odd,
-    bytes_of_u64, concat, gather_i16x8, half_to_float, sign_extend_i16,
+    bytes_of_u64, concat, sign_extend_i16,
 )
 from dali_gguf.kernels.simd import (
     inline, load_i8x32, load_i16x16, load_u32, load_u64, splat_i8x16, splat_i8x32, v_and, v_or, v_shl, v_shr,
@@ -18,6 +18,7 @@ from dali_gguf.kernels.simd import (
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 110, False, 7, 16, INT_MIN
+D_AT = 108
 
 
 def reference(blocks):
@@ -65,11 +66,3 @@ def spread(p):
 @inline
 def min_dot(p, sums, n):
     return madd(mins16(p), load_i16x16(sums))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p + 108, stride))
-
-
-mins8 = scales8

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import gather_i16x8, half_to_float, nibbles
+from dali_gguf.kernels.lanes import nibbles
 from dali_gguf.kernels.simd import inline, load_i8x16
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 18, False, 15, 8, False
+NIBBLES = 2  # where they start
+D_AT = 0
 
 
 def reference(blocks):
@@ -16,13 +18,10 @@ def reference(blocks):
 
 
 @inline
-def codes(p):
-    return nibbles(load_i8x16(p + 2))
+def code(nibble):
+    return nibble
 
 
 @inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p, stride))
-
-
-mins8 = scales8
+def codes(p):
+    return nibbles(load_i8x16(p + NIBBLES))

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import gather_i16x8, half_to_float, nibbles, zero_f32x8
-from dali_gguf.kernels.simd import inline, load_i8x16, v_fsub
+from dali_gguf.kernels.lanes import nibbles
+from dali_gguf.kernels.simd import inline, load_i8x16
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 20, False, 15, 0, True
+NIBBLES = 4  # where they start
+D_AT, M_AT = 0, 2
 
 
 def reference(blocks):
@@ -16,15 +18,10 @@ def reference(blocks):
 
 
 @inline
+def code(nibble):
+    return nibble
+
+
+@inline
 def codes(p):
-    return nibbles(load_i8x16(p + 4))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p, stride))
-
-
-@inline
-def mins8(p, stride):
-    return v_fsub(zero_f32x8(), half_to_float(gather_i16x8(p + 2, stride)))
+    return nibbles(load_i8x16(p + NIBBLES))

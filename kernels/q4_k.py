@@ -9,7 +9,7 @@ import numpy as np
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
 from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
-    concat, gather_i16x8, half_to_float, high_nibbles, low_nibbles, merge, permutation,
+    concat, high_nibbles, low_nibbles, merge, permutation,
     zero_extend_i16,
 )
 from dali_gguf.kernels.simd import (
@@ -17,6 +17,7 @@ from dali_gguf.kernels.simd import (
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 144, False, 15, 32, FLOAT_MIN
+D_AT, M_AT = 0, 2
 
 twice = permutation([i // 2 for i in range(16)])
 scales_twice = permutation([*range(8), *range(8)])
@@ -83,13 +84,3 @@ def scales16(p):
 @inline
 def mins16(p):
     return each_min_twice(scales_then_mins(p))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p, stride))
-
-
-@inline
-def mins8(p, stride):
-    return half_to_float(gather_i16x8(p + 2, stride))

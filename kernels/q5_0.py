@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import bits_to_bytes, gather_i16x8, half_to_float, nibbles
+from dali_gguf.kernels.lanes import bits_to_bytes, nibbles
 from dali_gguf.kernels.simd import inline, load_i8x16, load_u32, v_or, v_shl
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 22, False, 31, 16, False
+NIBBLES = 0  # not nibbles alone
+D_AT = 0
 
 
 def reference(blocks):
@@ -19,11 +21,3 @@ def reference(blocks):
 @inline
 def codes(p):
     return v_or(nibbles(load_i8x16(p + 6)), v_shl(bits_to_bytes(load_u32(p + 2)), 4))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p, stride))
-
-
-mins8 = scales8

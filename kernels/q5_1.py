@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import (
-    bits_to_bytes, gather_i16x8, half_to_float, nibbles, zero_f32x8,
-)
-from dali_gguf.kernels.simd import inline, load_i8x16, load_u32, v_fsub, v_or, v_shl
+from dali_gguf.kernels.lanes import bits_to_bytes, nibbles
+from dali_gguf.kernels.simd import inline, load_i8x16, load_u32, v_or, v_shl
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 24, False, 31, 0, True
+NIBBLES = 0  # not nibbles alone
+D_AT, M_AT = 0, 2
 
 
 def reference(blocks):
@@ -21,13 +21,3 @@ def reference(blocks):
 @inline
 def codes(p):
     return v_or(nibbles(load_i8x16(p + 8)), v_shl(bits_to_bytes(load_u32(p + 4)), 4))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p, stride))
-
-
-@inline
-def mins8(p, stride):
-    return v_fsub(zero_f32x8(), half_to_float(gather_i16x8(p + 2, stride)))

@@ -8,13 +8,14 @@ import numpy as np
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
 from dali_gguf.kernels.lanes import high_nibbles, low_nibbles
 from dali_gguf.kernels.q4_k import (
-    min_dot, mins8, mins16, scales8, scales16, spread, unpack_scales,
+    min_dot, mins16, scales16, spread, unpack_scales,
 )
 from dali_gguf.kernels.simd import (
     inline, load_i8x32, splat_i8x32, v_and, v_or, v_shl, v_shr,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 176, False, 31, 32, FLOAT_MIN
+D_AT, M_AT = 0, 2
 
 
 def reference(blocks):

@@ -10,13 +10,14 @@ from dali_gguf.kernels.blocks256 import INT_MIN
 from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
     even_then_odd,
-    gather_i16x8, half_to_float, high_nibbles, low_nibbles, sign_extend_i16,
+    high_nibbles, low_nibbles, sign_extend_i16,
 )
 from dali_gguf.kernels.simd import (
     inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x32, v_and, v_or, v_shl, v_shr,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 210, False, 63, 16, INT_MIN
+D_AT = 208
 
 
 def reference(blocks):
@@ -57,11 +58,3 @@ def spread(p):
 @inline
 def min_dot(p, sums, n):
     return madd(mins16(p), load_i16x16(sums))
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p + 208, stride))
-
-
-mins8 = scales8

@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import gather_i16x8, half_to_float
 from dali_gguf.kernels.simd import inline, load_i8x32
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 34, True, 128, 0, False
+NIBBLES = 0
+D_AT = 0
 
 
 def reference(blocks):
@@ -17,11 +18,3 @@ def reference(blocks):
 @inline
 def codes(p):
     return load_i8x32(p + 2)
-
-
-@inline
-def scales8(p, stride):
-    return half_to_float(gather_i16x8(p, stride))
-
-
-mins8 = scales8
