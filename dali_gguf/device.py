@@ -70,8 +70,10 @@ class Device(Protocol):
     def batched_matmul(self, x: Array, weight: Any) -> Array:
         """x [T, H, N], weight [H, M, N]: out[t, h] = weight[h] @ x[t, h], [T, H, M] (MLA)."""
 
-    def rope(self, x: Array, positions: np.ndarray, params: RopeParams) -> Array:
-        """Rotates the first n_rot of the last axis of x [T, H, K] (in place where it can)."""
+    def rope(self, x: Array, positions: np.ndarray, params: RopeParams,
+             norm: tuple[Array, float] | None = None) -> Array:
+        """Rotates the first n_rot of the last axis of x [T, H, K] (in place where it can). norm:
+        (weight, eps) of an rms_norm of each head before that."""
 
     def concat(self, *arrays: Array) -> Array:
         """Joined along the last axis; the leading axes broadcast ([T, 1, R] fits [T, H, N])."""

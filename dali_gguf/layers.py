@@ -75,36 +75,31 @@ class Attention:
         self.biases = tuple(
             w.maybe_vector(f"{p}{x}.bias", n) for x, n in (("q", n_q), ("k", n_k), ("v", n_v))
         )
+        self.q_norm = self.k_norm = None
         if norm:
             q_size, k_size = (c.k_size, c.k_size) if norm == "head" else (n_q, n_k)
-            self.q_norm = Norm(w, p + "q_norm.weight", q_size, c.eps)
-            self.k_norm = Norm(w, p + "k_norm.weight", k_size, c.eps)
+            self.q_norm = w.vector(p + "q_norm.weight", q_size), c.eps
+            self.k_norm = w.vector(p + "k_norm.weight", k_size), c.eps
         self.output = w.matrix(p + "output.weight", c.n_embd, c.n_head * c.v_size)
         self.output_bias = w.maybe_vector(p + "output.bias", c.n_embd)
         self.sinks = w.maybe_vector(p + "sinks.weight", c.n_head)
         self.scale = 1 / math.sqrt(c.k_size)
 
     def __call__(self, x: Array, run: Pass) -> Array:
-        c, device, n_token = self.config, self.device, run.step.size
-        q, k, v = (plus(y, bias) for y, bias in zip(device.matmul(x, *self.qkv), self.biases))
+        c, device, step, n_token = self.config, self.device, run.step, run.step.size
+        q, k, v = device.matmul(x, *self.qkv)
+        q, k, v = plus(q, self.biases[0]), plus(k, self.biases[1]), plus(v, self.biases[2])
+        q_norm, k_norm = self.q_norm, self.k_norm
         if self.norm == "all":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = device.rms_norm(q, *q_norm), device.rms_norm(k, *k_norm)
+            q_norm = k_norm = None
         q = q.reshape(n_token, c.n_head, c.k_size)
         k = k.reshape(n_token, c.n_head_kv, c.k_size)
         v = v.reshape(n_token, c.n_head_kv, c.v_size)
-        if self.norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (device.rope(y, run.step.positions, self.rope) for y in (q, k))
+        q = device.rope(q, step.positions, self.rope, q_norm)
+        k = device.rope(k, step.positions, self.rope, k_norm)
         out = device.attention(
-            q,
-            k,
-            v,
-            run.cache,
-            self.layer,
-            run.step,
-            self.scale,
-            window=self.window,
-            sinks=self.sinks,
+            q, k, v, run.cache, self.layer, step, self.scale, self.window, self.sinks
         )
         (y,) = device.matmul(out.reshape(n_token, c.n_head * c.v_size), self.output)
         return plus(y, self.output_bias)

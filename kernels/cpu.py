@@ -86,8 +86,9 @@ class CpuDevice:
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         return elementwise.rms_norm(self.pool, x, weight, eps)
 
-    def rope(self, x: np.ndarray, positions: np.ndarray, params: RopeParams) -> np.ndarray:
-        return self._rope_tables.rope(self.pool, x, positions, params)
+    def rope(self, x: np.ndarray, positions: np.ndarray, params: RopeParams,
+             norm: tuple[np.ndarray, float] | None = None) -> np.ndarray:
+        return self._rope_tables.rope(self.pool, x, positions, params, norm)
 
     def swiglu(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return elementwise.swiglu(self.pool, gate, up)

@@ -26,18 +26,25 @@ X, Y, OUT, ROWS, SIZE, VALUE, JOB_WORDS = range(7)
 
 
 @jit
-def _run(state, work, threads, x, y, out, size, value):
-    """Runs a row function on flat float32 arrays: x.size / size rows."""
+def _run_rows(state, work, threads, x, y, out, rows, size, value):
+    """Runs a row function on float32 rows at the addresses x and out; y is shared by all."""
     record = np.empty(JOB_WORDS, np.int64)
     job = address_of(record)
-    record[X], record[Y], record[OUT] = address_of(x), address_of(y), address_of(out)
-    record[ROWS], record[SIZE] = x.size // size, size
+    record[X], record[Y], record[OUT] = x, y, out
+    record[ROWS], record[SIZE] = rows, size
     store(job + 8 * VALUE, np.float32(value))
-    if threads == 1 or x.size < LARGE:
+    if threads == 1 or rows * size < LARGE:
         call_work(work, job, 0, 1)
     else:
         launch(state, work, job, threads)
     record[X] = 0  # Numba frees an array after its last use: this is it
+
+
+@jit
+def _run(state, work, threads, x, y, out, size, value):
+    """Runs a row function on flat float32 arrays: x.size / size rows."""
+    _run_rows(state, work, threads, address_of(x), address_of(y), address_of(out), x.size // size,
+              size, value)
 
 
 # ---- RMS norm ---------------------------------------------------------------------------------
@@ -81,13 +88,14 @@ _norm_address = once(lambda: work_function(_norm_work))
 
 def rms_norm(pool: Pool, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; x float32 [.., N], weight [N]."""
-    x = np.ascontiguousarray(x, np.float32)
-    assert weight.shape == x.shape[-1:], f"norm weight {weight.shape} for {x.shape}"
-    out = np.empty(x.shape, np.float32)
-    if x.size:
-        _run(pool.state, _norm_address(), pool.threads, x.reshape(-1), weight, out.reshape(-1),
-             weight.size, eps)
-    return out
+    if not x.flags.c_contiguous:
+        x = np.ascontiguousarray(x)
+    shape, size = x.shape, weight.size
+    assert shape[-1] == size and x.dtype == weight.dtype, f"norm weight {weight.shape} for {shape}"
+    flat = np.empty(x.size, np.float32)
+    if flat.size:
+        _run(pool.state, _norm_address(), pool.threads, x.reshape(-1), weight, flat, size, eps)
+    return flat.reshape(shape)
 
 
 # ---- SwiGLU -----------------------------------------------------------------------------------
@@ -167,12 +175,15 @@ _rope_address = once(lambda: work_function(_rope_work))
 
 
 @jit
-def _rope(state, work, threads, x, positions, table, half, interleaved):
-    """False when a position lies beyond the table."""
+def _rope(state, work, threads, x, positions, table, half, interleaved, norm_work, weight, eps):
+    """False when a position lies beyond the table. weight of an RMS norm of each head, or empty."""
     reach = table.size // max(2 * half, 1)
     for p in positions:
         if p < 0 or p >= reach:
             return False
+    if weight.size:
+        at, rows = address_of(x), x.shape[0] * x.shape[1]
+        _run_rows(state, norm_work, threads, at, address_of(weight), at, rows, x.shape[2], eps)
     record = np.empty(R_WORDS, np.int64)
     record[R_X], record[R_POSITIONS] = address_of(x), address_of(positions)
     record[R_TABLE], record[R_TOKENS], record[R_HEADS] = address_of(table), x.shape[0], x.shape[1]
@@ -183,6 +194,9 @@ def _rope(state, work, threads, x, positions, table, half, interleaved):
         launch(state, work, address_of(record), threads)
     record[R_X] = 0
     return True
+
+
+_NO_NORM = np.empty(0, np.float32), 0.0
 
 
 def rope_table(params: RopeParams, n: int) -> np.ndarray:
@@ -198,17 +212,19 @@ class RopeTables:
     def __init__(self):
         self._tables: dict[int, tuple[RopeParams, np.ndarray]] = {}  # by id: params hold an array
 
-    def rope(self, pool: Pool, x: np.ndarray, positions: np.ndarray,
-             params: RopeParams) -> np.ndarray:
-        """Rotates the first n_rot of the last axis of x float32 [T, H, K]: in place where x is
-        contiguous, else in a copy."""
+    def rope(self, pool: Pool, x: np.ndarray, positions: np.ndarray, params: RopeParams,
+             norm: tuple[np.ndarray, float] | None = None) -> np.ndarray:
+        """Rotates the first n_rot of the last axis of x float32 [T, H, K], after norm (weight [K],
+        eps): in place where x is contiguous, else in a copy."""
         if not x.flags.c_contiguous:
             x = np.ascontiguousarray(x)
         known = self._tables.get(id(params))
         table = known[1] if known else self._grow(params, positions)
-        run = (pool.state, _rope_address(), pool.threads, x, positions)
-        if not _rope(*run, table, params.n_rot // 2, params.interleaved):
-            _rope(*run, self._grow(params, positions), params.n_rot // 2, params.interleaved)
+        weight, eps = norm or _NO_NORM
+        run = pool.state, _rope_address(), pool.threads, x, positions
+        rest = params.n_rot // 2, params.interleaved, _norm_address(), weight, eps
+        if not _rope(*run, table, *rest):
+            _rope(*run, self._grow(params, positions), *rest)
         return x
 
     def _grow(self, params: RopeParams, positions: np.ndarray) -> np.ndarray:

@@ -55,9 +55,13 @@ def choose(choice, n_used, ids):
 
 
 @jit
-def route_rows(logits, scoring, normalize, scale, bias, scores, choice, picked, ids, weights, workload):
-    """Fills ids, weights [T, A] and adds to workload [E]. scores, choice, picked: scratch."""
+def route_rows(logits, scoring, normalize, scale, bias, ids, weights, workload):
+    """Fills ids, weights [T, A] and workload [E]."""
     n_expert, n_used = logits.shape[1], ids.shape[1]
+    scores, choice = np.empty(n_expert + 8, np.float32), np.empty(n_expert + 8, np.float32)
+    picked = np.empty(n_used + 8, np.float32)
+    scale = np.float32(scale)
+    workload[:] = 0
     for t in range(len(logits)):
         x = logits[t]
         if scoring == SOFTMAX:
@@ -93,8 +97,7 @@ def route(logits: np.ndarray, n_used: int, rule: RouterRule) -> Routing:
         return route_groups(logits, n_used, rule)
     n_token, n_expert = logits.shape
     ids, weights = np.empty((n_token, n_used), np.int32), np.empty((n_token, n_used), np.float32)
-    workload, scratch = np.zeros(n_expert, np.int64), np.empty((2, n_expert + 8), np.float32)
-    route_rows(logits, _SCORING[rule.scoring], rule.normalize, np.float32(rule.scale),
-               _NO_BIAS if rule.bias is None else rule.bias, scratch[0], scratch[1],
-               np.empty(n_used + 8, np.float32), ids, weights, workload)
+    workload = np.empty(n_expert, np.int64)
+    route_rows(logits, _SCORING[rule.scoring], rule.normalize, rule.scale,
+               _NO_BIAS if rule.bias is None else rule.bias, ids, weights, workload)
     return Routing(ids, weights, workload)

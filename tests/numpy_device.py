@@ -80,7 +80,8 @@ class NumpyDevice:
     def batched_matmul(self, x, weight):
         return np.einsum("thn,hmn->thm", x, dequantize(weight), optimize=True)
 
-    def rope(self, x, positions, params: RopeParams):
+    def rope(self, x, positions, params: RopeParams, norm=None):
+        x = x if norm is None else self.rms_norm(x, *norm)
         n, out = params.n_rot, np.array(x, np.float32)
         angle = positions[:, None, None] * params.inv_freq  # [T, 1, n/2]
         cos, sin = np.cos(angle) * params.magnitude, np.sin(angle) * params.magnitude

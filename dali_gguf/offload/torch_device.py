@@ -104,7 +104,9 @@ class TorchDevice:
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def rope(self, x: Array, positions: np.ndarray, params: RopeParams) -> Array:
+    def rope(self, x: Array, positions: np.ndarray, params: RopeParams,
+             norm: tuple[Array, float] | None = None) -> Array:
+        x = x if norm is None else self.rms_norm(x, *norm)
         n = params.n_rot
         cos, sin = self._cos_sin(positions, params)
         part = x[..., :n]
