@@ -64,6 +64,9 @@ class Device(Protocol):
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis; x [.., N], weight [N]."""
 
+    def add(self, x: Array, y: Array) -> Array:
+        """x += y, and x. y [N] is added to every row of x [T, N]."""
+
     def matmul(self, x: Array, *weights: Any) -> tuple[Array, ...]:
         """x [T, N] times each weight [M, N] transposed: a tuple of [T, M]. One launch for all."""
 
@@ -100,6 +103,13 @@ class Device(Protocol):
 
     def moe(self, x: Array, routing: Routing, experts: LayerExperts) -> Array:
         """Sum over a token's experts of weight * down(act(gate(x), up(x))): [T, D]."""
+
+    def start_recording(self, step: Step) -> Any | None:
+        """Writes down the operations until stop_recording, for steps of as many tokens: a program
+        with `step` (to be used for this pass), `finish(out)`, `broken`, `run(step)`. None: not
+        on this device, or not yet."""
+
+    def stop_recording(self) -> None: ...
 
     def to_host(self, x: Array) -> np.ndarray:
         """float32 numpy array of x."""

@@ -79,13 +79,31 @@ def _weights(rows: int):
     return Tensor("w", Q.F32, (rows, 32), np.ones((rows, 32), np.float32).view(np.uint8).ravel())
 
 
+def compile_program() -> None:
+    from dali_gguf.kernels import lines
+
+    lines.run_lines(0, 0, 0, 1)
+
+
 WHOLE: dict[str, Callable[[], None]] = {
     "attention": compile_attention, "layer": compile_layer, "moe": compile_moe,
+    "program": compile_program,
 }
+_begun: set[str] = set()
+
+
+def ready(task: str) -> bool:
+    """Whether a task is in the cache. If not, a helper process is started that puts it there."""
+    if _mark(task).exists():
+        return True
+    if task not in _begun:
+        _begun.add(task)
+        _start([task])
+    return False
 
 
 def tasks_of(types: Iterable[Q]) -> list[str]:
-    """What a model with weights of these types needs, dearest first."""
+    """What a model with weights of these types needs for a first token, dearest first."""
     names = ["attention", "moe", "layer"]
     for fmt in (FORMATS[t] for t in types if t in FORMATS):
         names += [f"{product}:{fmt.type.name}" for product in PRODUCTS if _needed(product, fmt)]

@@ -36,7 +36,7 @@ SMALL = 200_000  # multiply-adds that one thread does before another would have 
 
 OK, GROW, BAD_POSITION, BAD_SEQUENCE, BAD_ORDER, BAD_SHAPE = range(6)
 
-_work_address = once(lambda: work_function(attention_work))
+work_address = once(lambda: work_function(attention_work))
 
 
 @jit
@@ -63,7 +63,7 @@ def _store_rows(job, source, base, stride, size):
 
 
 @jit
-def _attend(state, work, threads, control, layer, q, k, v, positions, sequences, sinks, out,
+def attend(state, work, threads, control, layer, q, k, v, positions, sequences, sinks, out,
             scale, window):
     """Fills the job record, stores k and v, runs the pieces. Returns a status; on GROW, the
     control record's NEED words hold the sizes that the workspace must have."""
@@ -122,7 +122,7 @@ def _attend(state, work, threads, control, layer, q, k, v, positions, sequences,
     return OK
 
 
-_NO_VALUES, _NO_SINKS = np.zeros((0, 0, 0), np.float32), np.zeros(0, np.float32)
+NO_VALUES, NO_SINKS = np.zeros((0, 0, 0), np.float32), np.zeros(0, np.float32)
 
 
 def attention(pool: Pool, q: np.ndarray, k: np.ndarray, v: np.ndarray | None, cache: KVCache,
@@ -134,15 +134,15 @@ def attention(pool: Pool, q: np.ndarray, k: np.ndarray, v: np.ndarray | None, ca
     head that only takes part in the softmax's sum. v None: V is the first v_size columns of k.
     InputError when a position or sequence lies outside the cache.
     """
-    v = _NO_VALUES if v is None else v
+    v = NO_VALUES if v is None else v
     width = v.shape[2] or v_size
     out = np.empty((q.shape[0], q.shape[1], width), np.float32)
     status = GROW
     while status != OK:
-        status = _attend(
-            pool.state, _work_address(), pool.threads, cache.control, layer, contiguous(q),
+        status = attend(
+            pool.state, work_address(), pool.threads, cache.control, layer, contiguous(q),
             contiguous(k), contiguous(v), step.positions, step.sequences,
-            _NO_SINKS if sinks is None else sinks, out, scale, window,
+            NO_SINKS if sinks is None else sinks, out, scale, window,
         )
         if status == GROW:
             cache.workspace.grow(cache.control)

@@ -47,6 +47,15 @@ def _run(state, work, threads, x, y, out, size, value):
               size, value)
 
 
+def rows_job(x: np.ndarray, y: np.ndarray, out: np.ndarray, size: int, value: float) -> np.ndarray:
+    """The record of a row function, for running it again (program.py)."""
+    job = np.zeros(JOB_WORDS, np.int64)
+    job[[X, Y, OUT]] = x.ctypes.data, y.ctypes.data, out.ctypes.data
+    job[ROWS], job[SIZE] = x.size // size, size
+    job[VALUE:].view(np.float32)[0] = value
+    return job
+
+
 # ---- RMS norm ---------------------------------------------------------------------------------
 
 
@@ -83,7 +92,7 @@ def _norm_work(job, thread, threads):
             i += 1
 
 
-_norm_address = once(lambda: work_function(_norm_work))
+norm_address = once(lambda: work_function(_norm_work))
 
 
 def rms_norm(pool: Pool, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -94,7 +103,7 @@ def rms_norm(pool: Pool, x: np.ndarray, weight: np.ndarray, eps: float) -> np.nd
     assert shape[-1] == size and x.dtype == weight.dtype, f"norm weight {weight.shape} for {shape}"
     flat = np.empty(x.size, np.float32)
     if flat.size:
-        _run(pool.state, _norm_address(), pool.threads, x.reshape(-1), weight, flat, size, eps)
+        _run(pool.state, norm_address(), pool.threads, x.reshape(-1), weight, flat, size, eps)
     return flat.reshape(shape)
 
 
@@ -110,7 +119,7 @@ def _swiglu_work(job, thread, threads):
         store(out + 32 * i, v_fmul(v, load_f32x8(up + 32 * i)))
 
 
-_swiglu_address = once(lambda: work_function(_swiglu_work))
+swiglu_address = once(lambda: work_function(_swiglu_work))
 
 
 def swiglu(pool: Pool, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -124,7 +133,7 @@ def swiglu(pool: Pool, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     out = np.empty(gate.shape, np.float32)
     if size:
         gate, up = np.ascontiguousarray(gate), np.ascontiguousarray(up)
-        _run(pool.state, _swiglu_address(), pool.threads, gate.reshape(-1), up.reshape(-1),
+        _run(pool.state, swiglu_address(), pool.threads, gate.reshape(-1), up.reshape(-1),
              out.reshape(-1), 8, 0.0)
     return out
 
@@ -171,11 +180,11 @@ def _rope_work(job, thread, threads):
                 i += 1
 
 
-_rope_address = once(lambda: work_function(_rope_work))
+rope_address = once(lambda: work_function(_rope_work))
 
 
 @jit
-def _rope(state, work, threads, x, positions, table, half, interleaved, norm_work, weight, eps):
+def rope_rows(state, work, threads, x, positions, table, half, interleaved, norm_work, weight, eps):
     """False when a position lies beyond the table. weight of an RMS norm of each head, or empty."""
     reach = table.size // max(2 * half, 1)
     for p in positions:
@@ -196,7 +205,7 @@ def _rope(state, work, threads, x, positions, table, half, interleaved, norm_wor
     return True
 
 
-_NO_NORM = np.empty(0, np.float32), 0.0
+NO_NORM = np.empty(0, np.float32), 0.0
 
 
 def rope_table(params: RopeParams, n: int) -> np.ndarray:
@@ -218,14 +227,18 @@ class RopeTables:
         eps): in place where x is contiguous, else in a copy."""
         if not x.flags.c_contiguous:
             x = np.ascontiguousarray(x)
-        known = self._tables.get(id(params))
-        table = known[1] if known else self._grow(params, positions)
-        weight, eps = norm or _NO_NORM
-        run = pool.state, _rope_address(), pool.threads, x, positions
-        rest = params.n_rot // 2, params.interleaved, _norm_address(), weight, eps
-        if not _rope(*run, table, *rest):
-            _rope(*run, self._grow(params, positions), *rest)
+        table = self.table(params, positions)
+        weight, eps = norm or NO_NORM
+        run = pool.state, rope_address(), pool.threads, x, positions
+        rest = params.n_rot // 2, params.interleaved, norm_address(), weight, eps
+        if not rope_rows(*run, table, *rest):
+            rope_rows(*run, self._grow(params, positions), *rest)
         return x
+
+    def table(self, params: RopeParams, positions: np.ndarray) -> np.ndarray:
+        """As it is: it may end before the positions."""
+        known = self._tables.get(id(params))
+        return known[1] if known else self._grow(params, positions)
 
     def _grow(self, params: RopeParams, positions: np.ndarray) -> np.ndarray:
         if positions.min() < 0:

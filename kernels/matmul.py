@@ -135,6 +135,11 @@ class Workspace:
         self._records = self._pointers = np.empty(0, np.uint8)
         self.records = self.pointers = 0
 
+    @property
+    def buffers(self) -> tuple[np.ndarray, ...]:
+        """The memory that addresses given out so far point to."""
+        return self._scratch, self._records, self._pointers
+
     def reserve(self, tokens: int, size: int) -> None:
         """Room for `tokens` records of `size` bytes."""
         if tokens * size + 64 > self._records.size:

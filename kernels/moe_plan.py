@@ -93,6 +93,11 @@ class MoeSpace:
         self._tables: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._version = 0  # of the memory: a plan's addresses are written again when it changed
 
+    @property
+    def buffers(self) -> tuple[np.ndarray, ...]:
+        """The memory that addresses given out so far point to."""
+        return self._floats, self._bytes
+
     def tables(self, n_pair: int, n_expert: int) -> tuple[np.ndarray, ...]:
         """first int64 [E+1], token, place int32 [P], run uint8 [E], active int32 [E],
         pointers int64 [2, P]."""

@@ -8,8 +8,8 @@ from dali_gguf.router import SMALLEST_SUM, RouterRule, route as route_groups
 from dali_gguf.routing import Routing
 
 SOFTMAX, SIGMOID, SOFTMAX_AFTER = 0, 1, 2
-_SCORING = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_after": SOFTMAX_AFTER}
-_NO_BIAS = np.zeros(0, np.float32)
+SCORING = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_after": SOFTMAX_AFTER}
+NO_BIAS = np.zeros(0, np.float32)
 
 
 @jit
@@ -98,6 +98,6 @@ def route(logits: np.ndarray, n_used: int, rule: RouterRule) -> Routing:
     n_token, n_expert = logits.shape
     ids, weights = np.empty((n_token, n_used), np.int32), np.empty((n_token, n_used), np.float32)
     workload = np.empty(n_expert, np.int64)
-    route_rows(logits, _SCORING[rule.scoring], rule.normalize, rule.scale,
-               _NO_BIAS if rule.bias is None else rule.bias, ids, weights, workload)
+    route_rows(logits, SCORING[rule.scoring], rule.normalize, rule.scale,
+               NO_BIAS if rule.bias is None else rule.bias, ids, weights, workload)
     return Routing(ids, weights, workload)

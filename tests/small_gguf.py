@@ -10,9 +10,9 @@ from tests.vocabulary_file import N_VOCAB, write_vocabulary
 D, HEADS, F, EXPERTS, USED, LAYERS = 64, 2, 32, 4, 2, 2
 
 
-def small_keys(writer: gguf.GGUFWriter) -> None:
+def small_keys(writer: gguf.GGUFWriter, n_ctx: int = 64) -> None:
     write_vocabulary(writer)
-    writer.add_context_length(64)
+    writer.add_context_length(n_ctx)
     writer.add_embedding_length(D)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(F)

@@ -77,8 +77,10 @@ def measure(path: Path, args: argparse.Namespace, threads: int | None, batch: in
     longest = max(args.p + [n * (n > 0) for n in args.n]) + 8
     with Engine(path, n_ctx=longest, threads=threads, n_batch=batch, n_seq=max(args.npl + [1]),
                 kv_type=args.kv_type) as engine:
+        from dali_gguf.kernels import ahead
         from dali_gguf.kernels.bandwidth import read_bandwidth
 
+        ahead.do("program")  # else it would be compiled beside the first tests
         bandwidth = read_bandwidth(engine.device.pool)
         say(f"{engine.device.threads} threads read {bandwidth:.1f} GB/s")
         tests = [(f"pp{n}", n, 0, lambda n=n: prefill(engine, n)) for n in args.p if n]

@@ -26,8 +26,10 @@ def run(args: argparse.Namespace) -> int:
 
     with GGUFFile.open(path) as file:
         types = {format_of(t.type, t.name).type for t in file.tensors.values()}
-    with tqdm(total=len(ahead.missing(types)), unit="kernel", file=sys.stderr) as progress:
+    with tqdm(total=len(ahead.missing(types)) + 1, unit="kernel", file=sys.stderr) as progress:
         ahead.compile_all(types, lambda task: progress.update())
+        ahead.do("program")
+        progress.update()
     with Engine(path, n_ctx=64) as engine:
         for tokens in (8, 1):  # prefill and decode: what this model needs besides
             engine.forward(np.arange(tokens) % engine.n_vocab, np.arange(tokens))

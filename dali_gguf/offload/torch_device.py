@@ -99,6 +99,14 @@ class TorchDevice:
     def batched_matmul(self, x: Array, weight: TorchWeight) -> Array:
         return torch.einsum("thn,hmn->thm", x, weight.dense())
 
+    def add(self, x: Array, y: Array) -> Array:
+        return x.add_(y)
+
+    def start_recording(self, step: Step) -> None:
+        return None
+
+    def stop_recording(self) -> None: ...
+
     # ---- elementwise -----------------------------------------------------------------------
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
