@@ -17,6 +17,7 @@ from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Pass
 from dali_gguf.offload import devices, disk_tier
 from dali_gguf.offload.devices import GpuOptions
+from dali_gguf.offload.gpu_tier import out_of_memory
 from dali_gguf.sampler import Sampler, SamplingParams
 from dali_gguf.stats import Stats, hash_logits
 from dali_gguf.stopping import StopFilter
@@ -108,14 +109,14 @@ class Engine:
             self.guard = disk_tier.guard(self.memory, self.file, mmap)
             undo.callback(self.guard.close)
             load = devices.Load(self.n_ctx, n_seq, n_batch, kv_type)
-            self.device, tier = devices.open_device(
+            self.device, self._tier = devices.open_device(
                 device, threads, gpu, self.file.tensors, self.config, load
             )
             undo.callback(self._close_device)
             placed.wait()
             self.model = models.load_model(self.file, self.config, self.device)
-            if tier is not None:
-                self.scheduler = tier.make_scheduler(self.model, self.config, self.file)
+            if self._tier is not None:
+                self.scheduler = self._tier.make_scheduler(self.model, self.config, self.file)
             else:
                 self.scheduler = disk_tier.make_scheduler(
                     self.memory, self.device, self.model.experts, self.model.routers, self.config,
@@ -217,7 +218,15 @@ class Engine:
         sequences = np.zeros(len(ids)) if sequences is None else sequences
         step = Step(ids, np.asarray(positions, np.int32), np.asarray(sequences, np.int32))
         run = Pass(step, self.cache, self.scheduler)
-        logits = self.model.forward(run, rows)
+        try:
+            logits = self.model.forward(run, rows)
+        except RuntimeError as error:
+            if self._tier is None or not out_of_memory(error):
+                raise
+            self.scheduler = self._tier.smaller(self.scheduler)
+            return self.forward(ids, positions, sequences, rows)
+        if self._tier is not None:
+            self.scheduler = self._tier.reviewed(self.scheduler)
         self.guard.check()
         if logits is None:
             return None

@@ -18,10 +18,11 @@ import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
 from dali_gguf.kernels.lanes import (
-    first_lane, gather_i16x8, half_to_float, permutation, sum_scratch, to_f32, zero_f32x8,
+    first_lane, gather_i16x8, half_to_float, permutation, sum_scratch, to_f32, transpose8,
+    zero_f32x8,
 )
 from dali_gguf.kernels.panel import (
-    add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, transpose8, zero_tile,
+    add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, zero_tile,
 )
 from dali_gguf.kernels.simd import (
     load_f32, load_i8, load_i8x32, load_i16, prefetch, splat_f32x8, store, v_add, v_fma,
@@ -100,7 +101,7 @@ def pack_block(p, stride, last, target, scratch):
     for j in range(8):
         for r in range(8):
             store(scratch + 32 * r, codes(p + min(r, last) * stride, j))
-        transpose8(scratch, 32, target + 256 * j)
+        transpose8(scratch, 32, target + 256 * j, 32)
     for r in range(8):
         row = p + min(r, last) * stride
         store(scratch + 32 * r, scales16(row))
@@ -108,11 +109,11 @@ def pack_block(p, stride, last, target, scratch):
         store(mins + 256 + 4 * r, first_lane(scales8(row, 0)))
         if MIN == FLOAT_MIN:
             store(mins + 288 + 4 * r, first_lane(mins8(row, 0)))
-    transpose8(scratch + 256, 32, mins)
+    transpose8(scratch + 256, 32, mins, 32)
     if SUB == 32:
-        transpose8(scratch, 32, scales)
+        transpose8(scratch, 32, scales, 32)
     else:
-        transpose8(scratch, 32, scratch + 512)
+        transpose8(scratch, 32, scratch + 512, 32)
         for k in range(8):
             double_pairs(scratch + 512 + 32 * k, scales + 64 * k)
 

@@ -15,16 +15,15 @@ import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
 from dali_gguf.kernels.lanes import (
-    add_halves, concat, first_halves, first_lane, gather_i16x8, half_to_float, high_nibbles, low_nibbles, ones_i16x16,
-    second_halves, to_f32, zero_f32x8,
+    add_halves, concat, first_halves, first_lane, gather_i16x8, half_to_float, high_nibbles,
+    low_nibbles, ones_i16x16, second_halves, to_f32, transpose8, zero_f32x8,
 )
-from dali_gguf.kernels.panel import (
-    add_scaled, tile_splat, tile_subtract, transpose8, zero_tile,
-)
+from dali_gguf.kernels.panel import add_scaled, tile_splat, tile_subtract, zero_tile
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, prefetch,
-    splat_f32x8, splat_i32x8, store, v_add, v_fma, v_fmul, v_sub,
+    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, prefetch, splat_f32x8, splat_i32x8, store,
+    v_add, v_fma, v_fmul, v_sub,
 )
+
 
 def scales8(p, stride):
     return half_to_float(gather_i16x8(p + D_AT, stride))
@@ -126,7 +125,7 @@ def pack_block(p, stride, last, target, scratch):
         store(target + 256 + 4 * r, first_lane(scales8(row, 0)))
         if HAS_MIN:
             store(target + 288 + 4 * r, first_lane(mins8(row, 0)))
-    transpose8(scratch, 32, target)
+    transpose8(scratch, 32, target, 32)
 
 
 def tile_block(acc, w, step, i, n, y0, y1, y2, y3):

@@ -7,7 +7,8 @@ key, values as they are.
 import numpy as np
 
 from dali_gguf.kernels.lanes import (
-    constant, half_to_float, narrow_i8, sign_extend_i32, to_f32, to_i32, zero_f32x8,
+    constant, half_to_float, narrow_i8, sign_extend_i32, to_f32, to_i32, transpose8,
+    zero_f32x8,
 )
 from dali_gguf.kernels.products import PANEL
 from dali_gguf.kernels.records import merged, padded
@@ -15,9 +16,7 @@ from dali_gguf.kernels.simd import (
     jit, load_f16, load_f32, load_f32x8, load_i8x8, load_i16x8, prefetch, splat_f32x8, store,
     v_abs, v_copysign, v_fadd, v_fmul,
 )
-from dali_gguf.kernels.vmath import (
-    float_to_half, half_of_float, largest_lane, transpose_8x8, v_larger,
-)
+from dali_gguf.kernels.vmath import float_to_half, half_of_float, largest_lane, v_larger
 
 BLOCK = 64  # keys of a block: part of the order of summation, so a change changes last bits
 VALUE_PANEL = 64 * BLOCK + 64  # bytes; a power of two would put all panels into one cache set
@@ -105,4 +104,4 @@ def load_rows(kind, source, stride, count, size, rows, transpose, target):
         if transpose:
             panel = target + first // PANEL * 64 * depth + first % PANEL * 4
             for k in range(0, depth, 8):
-                transpose_8x8(rows + 4 * k, line, panel + 64 * k, 64)
+                transpose8(rows + 4 * k, line, panel + 64 * k, 64)

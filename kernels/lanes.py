@@ -6,8 +6,8 @@ from numba.extending import intrinsic
 
 from dali_gguf.kernels import isa
 from dali_gguf.kernels.simd import (
-    ELEMENTS, F32, I8, I16, I32, Vec, call, const, half_to_float_ir, inline, load_i32x8,
-    load_ir, shuffle,
+    ELEMENTS, F32, I8, I16, I32, I64, Vec, call, const, half_to_float_ir, inline, load_i32x8,
+    load_ir, shuffle, store_ir,
 )
 
 
@@ -235,6 +235,27 @@ def _gather8(elem, ir_type):
 
 
 gather_i16x8, gather_i8x8 = _gather8("i16", I16), _gather8("i8", I8)
+
+@intrinsic
+def transpose8(typing, source, stride, target, apart):
+    """Eight rows of eight dwords at source, `stride` bytes apart, to eight columns at target."""
+
+    def gen(context, b, sig, args):
+        at = lambda base, step, i: b.add(base, b.mul(step, ir.Constant(I64, i)))
+        rows = [load_ir(b, at(args[0], args[1], i), ir.VectorType(I32, 8)) for i in range(8)]
+        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+        t = [shuffle(b, rows[i], half, rows[i + 1]) for i in range(0, 8, 2) for half in (low, high)]
+        low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+        u = [shuffle(b, t[i + j], half, t[i + j + 2])
+             for i in (0, 4) for j in (0, 1) for half in (low, high)]
+        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+        columns = [shuffle(b, u[j], half, u[j + 4]) for half in (low, high) for j in range(4)]
+        for i, column in enumerate(columns):
+            store_ir(b, column, at(args[2], args[3], i))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), gen
+
 
 # ---- sums over lanes: one fixed order each ----------------------------------------------------
 

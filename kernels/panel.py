@@ -206,36 +206,6 @@ def store_tile(typing, acc, address):
 
 
 @intrinsic
-def transpose8(typing, source, stride, target):
-    """8 rows of 8 dwords at source -> 8 vectors of 8 rows at target (32 bytes apart)."""
-
-    def gen(context, b, sig, args):
-        source, stride, target = args
-        rows = [
-            load_ir(b, b.add(source, b.mul(stride, ir.Constant(stride.type, r))), I32X8)
-            for r in range(8)
-        ]
-        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-        pairs = []
-        for r in range(0, 8, 2):
-            pairs += [shuffle(b, rows[r], low, rows[r + 1]), shuffle(b, rows[r], high, rows[r + 1])]
-        low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-        quads = []
-        for half in (0, 4):
-            for k in (0, 1):
-                x, y = pairs[half + k], pairs[half + 2 + k]
-                quads += [shuffle(b, x, low, y), shuffle(b, x, high, y)]
-        bottom, top = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-        for k in range(4):
-            x, y = quads[k], quads[4 + k]
-            store_ir(b, shuffle(b, x, bottom, y), _add(b, target, 32 * k))
-            store_ir(b, shuffle(b, x, top, y), _add(b, target, 32 * (k + 4)))
-        return context.get_dummy_value()
-
-    return types.void(*(types.intp,) * 3), gen
-
-
-@intrinsic
 def double_pairs(typing, source, target):
     """i16x16 (a0 b0 a1 b1 ..) -> (a0 a0 a1 a1 ..) at target and (b0 b0 ..) 32 bytes on."""
 

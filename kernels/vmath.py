@@ -1,4 +1,4 @@
-"""Vector mathematics: exponentials, maxima, conversion to half, transposition.
+"""Vector mathematics: exponentials, maxima, conversion to half.
 
 Everything here is plain IEEE arithmetic and fused multiply-add in a fixed order, so it gives the
 same bits on every processor.
@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from dali_gguf.kernels import isa
 from dali_gguf.kernels.simd import (
-    F16, F32, I16, I32, I64, Vec, call, const, load_ir, shuffle, splat_ir, store_ir,
+    F16, F32, I16, I32, Vec, call, const, shuffle, splat_ir,
 )
 
 # ---- comparisons that keep NaN in their second operand ----------------------------------------
@@ -182,29 +182,3 @@ def half_of_float(typing, x):
         return b.extract_element(_half_ir(b, splat_ir(b, args[0], 8)), ir.Constant(I32, 0))
 
     return types.int16(types.float32), gen
-
-
-# ---- blocks of vectors ------------------------------------------------------------------------
-
-
-@intrinsic
-def transpose_8x8(typing, source, source_stride, target, target_stride):
-    """Eight rows of eight float32 at source become eight columns at target; strides in bytes."""
-
-    def gen(context, b, sig, args):
-        vec = ir.VectorType(F32, 8)
-        rows = [load_ir(b, b.add(args[0], b.mul(args[1], ir.Constant(I64, i))), vec)
-                for i in range(8)]
-        pair = lambda x, y, index: shuffle(b, x, index, y)
-        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-        t = [pair(rows[2 * i], rows[2 * i + 1], half) for i in range(4) for half in (low, high)]
-        low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-        u = [pair(t[i + j], t[i + j + 2], half)
-             for i in (0, 4) for j in (0, 1) for half in (low, high)]
-        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-        columns = [pair(u[j], u[j + 4], half) for half in (low, high) for j in range(4)]
-        for i, column in enumerate(columns):
-            store_ir(b, column, b.add(args[2], b.mul(args[3], ir.Constant(I64, i))))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), gen

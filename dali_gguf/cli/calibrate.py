@@ -1,13 +1,13 @@
 """`dali-gguf calibrate`: measure this machine for DALI's cost model, on a model's own experts."""
 
 import argparse
-import os
 import sys
 
 from dali_gguf.cli.arguments import add_model, model_path, whole
 from dali_gguf.engine import Engine
 from dali_gguf.offload import cost_store, devices
 from dali_gguf.offload.calibrate import calibrate
+from dali_gguf.offload.gpu_tier import gpu_name
 
 HELP = "measure this machine for DALI's cost model"
 
@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    threads = args.threads or os.cpu_count() or 1
     found = devices.find(args.device)
     gpu, name = open_gpu(found)
     with Engine(model_path(args), threads=args.threads, n_ctx=64) as engine:
+        threads = engine.device.threads
         if engine.scheduler.experts and not args.force:
             shape = cost_store.shape_name(engine.scheduler.experts[min(engine.scheduler.experts)])
             stored = cost_store.load(cost_store.machine_name(threads, name), shape)
@@ -45,11 +45,7 @@ def open_gpu(device):
         return None, ""
     from dali_gguf.offload.torch_device import TorchDevice
 
-    if device.type != "cuda":
-        return TorchDevice(device), "torch on the CPU"
-    import torch
-
-    return TorchDevice(device), torch.cuda.get_device_name(device)
+    return TorchDevice(device), gpu_name(device)
 
 
 def show(p: cost_store.Profile, where: str) -> None:

@@ -1,7 +1,6 @@
 """`dali-gguf plan`: what of a model goes where, how fast it should be, whether it caches well."""
 
 import argparse
-import os
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from dali_gguf.cli.arguments import add_model, model_path, size, whole
 from dali_gguf.config import ModelConfig
 from dali_gguf.errors import InputError
 from dali_gguf.gguf_file import GGUFFile
+from dali_gguf.kernels.pool import physical_cores
 from dali_gguf.offload import (
     cacheability,
     cost_store,
@@ -156,7 +156,7 @@ def speed(args, file, config, card, memory, trace, counts) -> None:
         print("\n".join(known.lines()))
         return
     shape = cost_store.shape_of_file(file.tensors, expert_layers(file)[0], config.experts.n_expert)
-    profile = cost_store.stored(shape, args.threads or os.cpu_count() or 1)
+    profile = cost_store.stored(shape, args.threads or physical_cores())
     if profile is None:
         print("speed: no profile of this machine and model yet; dali-gguf calibrate makes one")
         return

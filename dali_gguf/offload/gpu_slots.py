@@ -39,6 +39,10 @@ class GpuSlots:
             start += count * size
         self.memory = torch.empty(max(start, 1), dtype=torch.uint8, device=device)
 
+    def release(self) -> None:
+        """Gives the memory back; nothing can be taken or computed after."""
+        self.memory = self.memory[:0].clone()
+
     def spare(self, row: int) -> int:
         """Slots that a copy for this layer could take now."""
         return len(self.free[self.layouts[row].nbytes])

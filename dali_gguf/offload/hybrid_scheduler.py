@@ -33,6 +33,7 @@ from dali_gguf.offload.verify import Verifier
 from dali_gguf.routing import LayerExperts, Routing
 
 PREFILL = 32  # steps of so many tokens count as prefill: the cache is frozen, a ring streams
+RECENT = 24  # decode steps whose times are kept
 NEVER = 1.0  # a margin that no move of a resident can reach
 FREE_LINK = 0.95  # CPU speed while copying above which guesses start without waiting for the CPU
 
@@ -81,6 +82,7 @@ class HybridScheduler(Scheduler):
         self.verifier = Verifier(self.cpu, self.traffic) if choices.verify else None
         self._left = self._step_began = time.perf_counter()
         self._step_tokens = 0
+        self.recent_us: deque[float] = deque(maxlen=RECENT)  # of decode steps
         self._n_used, self._prompted = 1, False
         self.cold = False  # nothing was known about this model: the prompt decides the residents
 
@@ -140,7 +142,9 @@ class HybridScheduler(Scheduler):
         self.cache.frozen = prefill
         if row == 0:
             if tokens == self._step_tokens and not prefill:
-                self.pays.record((now - self._step_began) * 1e6, tokens)
+                us = (now - self._step_began) * 1e6
+                self.pays.record(us, tokens)
+                self.recent_us.append(us)
             self._prompted |= prefill
             if self.cold and self._prompted and not prefill:
                 self.cold = False

@@ -55,6 +55,10 @@ class Pays:
     def _restart(self) -> None:
         self._at, self._times = 0, ([], [])
 
+    def nothing_pays(self) -> bool:
+        """Every feature has had a trial and none is on."""
+        return bool(self._names) and all(self.trials.values()) and not any(self.on.values())
+
     def line(self) -> str:
         """What was kept, for the closing line; empty before the first trial."""
         tried = [n for n in self._names if self.trials[n]]

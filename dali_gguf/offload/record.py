@@ -43,6 +43,15 @@ class RecordingScheduler:
     def rule(self, layer: int):
         return self.inner.rule(layer)
 
+    def line(self) -> str:
+        return self.inner.line()
+
+    def figures(self) -> dict:
+        return self.inner.figures()
+
+    def table(self) -> str:
+        return self.inner.table()
+
     def close(self) -> None:
         self.inner.close()
 

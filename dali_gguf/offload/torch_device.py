@@ -77,6 +77,11 @@ class TorchDevice:
             if weight is not skip:
                 weight.data  # noqa: B018
 
+    def release(self) -> None:
+        """Memory that nothing uses any more goes back to the driver."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def vector(self, tensor: Tensor) -> Array:
         return TorchWeight(tensor, self.device).dense().clone()
 
