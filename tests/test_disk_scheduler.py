@@ -115,6 +115,15 @@ def test_counts_of_earlier_runs_fill_the_arena(path, monkeypatch):
     kept.unlink()
 
 
+def test_without_counts_the_first_token_has_the_disk_to_itself(path, monkeypatch):
+    with limited(path, monkeypatch, 0.9) as engine:
+        engine.forward([5], [0])
+        assert engine.scheduler.disk_stats().filled == 0
+        engine.forward([6], [1])
+        engine.forward([7], [2])
+        assert engine.scheduler.disk_stats().filled > 0
+
+
 def test_a_file_cut_while_running_is_an_error_not_a_crash(path, monkeypatch, tmp_path):
     copy = tmp_path / "cut.gguf"
     copy.write_bytes(path.read_bytes())

@@ -39,6 +39,9 @@ class DiskScheduler(Scheduler):
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._first, self._next = layers[0], dict(zip(layers, layers[1:]))
         self._began: float | None = None
+        self._filled = counts is not None and counts.counts is not None
+        if self._filled:  # what earlier runs used most
+            arena.fill(counts.counts, n_used)
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """As Scheduler.moe: the same bits, whatever was in memory and whatever arrived first."""
@@ -94,6 +97,9 @@ class DiskScheduler(Scheduler):
         now = time.perf_counter()
         if self._began is not None:
             self.pays.record(1e6 * (now - self._began), tokens)
+            if not (scan or self._filled):
+                self._filled = True
+                self.arena.fill()  # any experts, but not while the first token waits for its own
         self._began = now
 
     def disk_stats(self) -> ArenaStats:
