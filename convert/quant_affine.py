@@ -16,7 +16,7 @@ from dali_gguf.convert.quant_lanes import (
     half_bits,
     transpose,
 )
-from dali_gguf.kernels.lanes import sum_f32, zero_f32x8
+from dali_gguf.kernels.lanes import zero_f32x8
 from dali_gguf.kernels.simd import (
     address_of,
     inline,
@@ -31,6 +31,7 @@ from dali_gguf.kernels.simd import (
     v_min,
     v_round,
 )
+from dali_gguf.kernels.sums import sum_f32
 
 
 @jit

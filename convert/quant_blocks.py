@@ -20,7 +20,7 @@ from dali_gguf.convert.quant_lanes import (
     to_half,
     where_less,
 )
-from dali_gguf.kernels.lanes import max_f32, narrow_i8, to_i32, zero_f32x8
+from dali_gguf.kernels.lanes import narrow_i8, to_i32, zero_f32x8
 from dali_gguf.kernels.simd import (
     address_of,
     inline,
@@ -36,6 +36,7 @@ from dali_gguf.kernels.simd import (
     v_min,
     v_round,
 )
+from dali_gguf.kernels.sums import max_f32
 
 FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of FP4 (E2M1)
 

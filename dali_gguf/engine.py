@@ -18,6 +18,7 @@ from dali_gguf.layers import Pass
 from dali_gguf.offload import devices, disk_tier
 from dali_gguf.offload.devices import GpuOptions
 from dali_gguf.offload.gpu_tier import out_of_memory
+from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.sampler import Sampler, SamplingParams
 from dali_gguf.stats import Stats, hash_logits
 from dali_gguf.stopping import StopFilter
@@ -84,8 +85,8 @@ class Engine:
         n_batch: tokens of a prefill step. n_seq: sequences that can be decoded together. ram: main
         memory to use, in bytes or like "6G"; None: what there is. A model that does not fit streams
         its experts from disk. device: cpu, cuda, cuda:1, auto, or cpu-torch (torch on the CPU, as
-        if it were a GPU); vram: GPU memory to use; placement, prefetch, expert_cache: DALI's policies;
-        verify: every expert again on the CPU.
+        if it were a GPU); vram: GPU memory to use; placement, prefetch, expert_cache: DALI's
+        policies; verify: every expert again on the CPU.
         Raises ModelFileError, UnsupportedError, InputError, MemoryBudgetError.
         """
         gpu = GpuOptions(vram, placement, prefetch, expert_cache, verify)
@@ -115,16 +116,19 @@ class Engine:
             undo.callback(self._close_device)
             placed.wait()
             self.model = models.load_model(self.file, self.config, self.device)
-            if self._tier is not None:
-                self.scheduler = self._tier.make_scheduler(self.model, self.config, self.file)
-            else:
-                self.scheduler = disk_tier.make_scheduler(
-                    self.memory, self.device, self.model.experts, self.model.routers, self.config,
-                    file=self.file, prefetch=prefetch != "none", ram=ram,
-                )
+            self.scheduler = self._make_scheduler()
             undo.callback(self.scheduler.close)
             self.cache = self.model.new_cache(n_seq, self.n_ctx, kv_type)
             undo.pop_all()
+
+    def _make_scheduler(self) -> Scheduler:
+        """Who computes the experts: the GPU tier, or the CPU from memory or from disk."""
+        if self._tier is not None:
+            return self._tier.make_scheduler(self.model, self.config, self.file)
+        return disk_tier.make_scheduler(
+            self.memory, self.device, self.model.experts, self.model.routers, self.config,
+            self.file, self.options.gpu.prefetch != "none", self.options.ram,
+        )
 
     @property
     def n_vocab(self) -> int:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dali_gguf.kernels.kv_rows import BLOCK, VALUE_PANEL, load_rows
-from dali_gguf.kernels.lanes import constant, sum_f32, zero_f32x8
+from dali_gguf.kernels.lanes import constant, zero_f32x8
 from dali_gguf.kernels.plan import (
     FIRST_KEY, FIRST_ROW, GROUP, GROUPS, HEADS, ITEM_BYTES, ITEMS, K_ROW, K_SIZE, KEYS, KIND,
     LAST_KEY, LAST_ROW, N_CTX, N_ITEMS, NEXT, NOTHING, OUT, PARTIAL, PARTS, PARTS_DONE, PER_GROUP,
@@ -16,6 +16,7 @@ from dali_gguf.kernels.records import merged, padded, word
 from dali_gguf.kernels.simd import (
     jit, load_f32, load_f32x8, splat_f32x8, store, v_fadd, v_fdiv, v_fma, v_fmul, v_fsub,
 )
+from dali_gguf.kernels.sums import sum_f32
 from dali_gguf.kernels.vmath import LOG2E, exp2_softmax, largest_lane, v_larger, zero_below
 
 _lowest = constant("f32", [-3e38] * 8)

@@ -4,10 +4,11 @@ import time
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import sum_i32, zero_i32x8
+from dali_gguf.kernels.lanes import zero_i32x8
 from dali_gguf.kernels.pool import Pool, work_function
 from dali_gguf.kernels.records import word
 from dali_gguf.kernels.simd import load_i32x8, prefetch, store, v_add
+from dali_gguf.kernels.sums import sum_i32
 
 ADDRESS, BYTES, SUMS = range(3)
 AHEAD = 2048  # hardware prefetch stops at each page

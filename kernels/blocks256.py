@@ -18,8 +18,7 @@ import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
 from dali_gguf.kernels.lanes import (
-    first_lane, gather_i16x8, half_to_float, permutation, sum_scratch, to_f32, transpose8,
-    zero_f32x8,
+    first_lane, gather_i16x8, half_to_float, permutation, to_f32, transpose8, zero_f32x8,
 )
 from dali_gguf.kernels.panel import (
     add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, zero_tile,
@@ -28,6 +27,7 @@ from dali_gguf.kernels.simd import (
     load_f32, load_i8, load_i8x32, load_i16, prefetch, splat_f32x8, store, v_add, v_fma,
     v_fmul, v_fsub, v_sub,
 )
+from dali_gguf.kernels.sums import sum_scratch
 
 NO_MIN, FLOAT_MIN, INT_MIN = 0, 1, 2
 GROUP = 16  # blocks of a row

@@ -15,14 +15,15 @@ import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
 from dali_gguf.kernels.lanes import (
-    add_halves, concat, first_halves, first_lane, gather_i16x8, half_to_float, high_nibbles,
-    low_nibbles, ones_i16x16, second_halves, to_f32, transpose8, zero_f32x8,
+    concat, first_lane, gather_i16x8, half_to_float, high_nibbles, low_nibbles, ones_i16x16,
+    to_f32, transpose8, zero_f32x8,
 )
 from dali_gguf.kernels.panel import add_scaled, tile_splat, tile_subtract, zero_tile
 from dali_gguf.kernels.simd import (
     load_f32, load_i8, load_i8x16, load_i8x32, load_i32, prefetch, splat_f32x8, splat_i32x8, store,
     v_add, v_fma, v_fmul, v_sub,
 )
+from dali_gguf.kernels.sums import add_halves, first_halves, second_halves
 
 
 def scales8(p, stride):
@@ -57,7 +58,7 @@ def add_four(v0, v1, v2, v3):
 
 
 def add_block(acc, total, p, stride, d, s):
-    """acc + what the block at p of 8 rows adds. total = codes . q; d, s: addresses in the record."""
+    """acc + what the block at p of 8 rows adds. total = codes . q; d, s: where in the record."""
     scale = splat_f32x8(load_f32(d))
     if OFFSET:
         total = v_sub(total, splat_i32x8(np.int32(OFFSET) * load_i32(s)))

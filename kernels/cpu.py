@@ -194,7 +194,8 @@ class CpuDevice:
             plan = self._layers[experts] = LayerPlan(experts, self.threads)
         return plan
 
-    def moe_run(self, step: MoeStep, expert_ids: np.ndarray, addresses: np.ndarray | None = None) -> None:
+    def moe_run(self, step: MoeStep, expert_ids: np.ndarray,
+                addresses: np.ndarray | None = None) -> None:
         """Computes these experts' pairs. addresses int64 [3, E]: where gate, up and down lie."""
         where = step.plan.addresses if addresses is None else addresses
         self.moe_space.run(step, moe.GATE_UP, np.asarray(expert_ids, np.int32), where)

@@ -4,8 +4,8 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from dali_gguf.kernels import isa
-from dali_gguf.kernels.lanes import add_pairs_ir
 from dali_gguf.kernels.simd import I16, I32, Vec, call, const, shuffle
+from dali_gguf.kernels.sums import add_pairs_ir
 
 
 def pair_dot_ir(b, u, s, signed: bool):

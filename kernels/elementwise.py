@@ -10,13 +10,14 @@ import numpy as np
 
 from dali_gguf.device import RopeParams
 from dali_gguf.errors import InputError
-from dali_gguf.kernels.lanes import concat, permutation, sum_f32, zero_f32x8
+from dali_gguf.kernels.lanes import concat, permutation, zero_f32x8
 from dali_gguf.kernels.pool import Pool, call_work, launch, work_function
 from dali_gguf.kernels.records import word
 from dali_gguf.kernels.simd import (
     address_of, fma, jit, load_f32, load_f32x8, load_i32, splat_f32x8, store, v_fadd, v_fma,
     v_fmul, v_fsub,
 )
+from dali_gguf.kernels.sums import sum_f32
 from dali_gguf.kernels.vmath import silu_f32x8
 
 LARGE = 1 << 16  # elements worth waking the pool for

@@ -7,8 +7,9 @@ Templates, as in blocks32.py: a type gives load8(p) -> f32x8, load1(p) -> float3
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import sum_f32, zero_f32x8
+from dali_gguf.kernels.lanes import zero_f32x8
 from dali_gguf.kernels.simd import fma, load_f32, load_f32x8, load_intp, prefetch, store, v_fma
+from dali_gguf.kernels.sums import sum_f32
 
 
 def finish(acc, p, x, n):

@@ -17,10 +17,10 @@ from dali_gguf.kernels import (
     q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
 )
 from dali_gguf.kernels.dots import add_small_pairs
-from dali_gguf.kernels.lanes import add_pairs
 from dali_gguf.kernels.panel import tile_dot
 from dali_gguf.kernels.quantize import FLOAT, Q8, QK
 from dali_gguf.kernels.simd import OPTIONS, inline, inline_once, jit
+from dali_gguf.kernels.sums import add_pairs
 
 ROWS_SIGNATURE = types.void(*(types.intp,) * 10)
 EXPAND_SIGNATURE = types.void(*(types.intp,) * 4)
@@ -100,10 +100,12 @@ def _instantiate(fmt: Format) -> dict:
         if hasattr(fmt.module, function.__name__):
             continue  # the type has its own
         decorate = inline_once if function in template.ONCE else inline
-        names[function.__name__] = decorate(_copy(function, f"{function.__name__}_{fmt.name}", names))
+        copy = _copy(function, f"{function.__name__}_{fmt.name}", names)
+        names[function.__name__] = decorate(copy)
     if fmt.kind != FLOAT:
         for function in rows.PIECES:
-            names[function.__name__] = jit(_copy(function, f"{function.__name__}_{fmt.name}", names))
+            copy = _copy(function, f"{function.__name__}_{fmt.name}", names)
+            names[function.__name__] = jit(copy)
     return names
 
 

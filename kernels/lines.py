@@ -68,7 +68,8 @@ def _add(a):
 @jit
 def _rope(a, state, threads):
     x = carray(_f32(word(a, 1)), (word(a, 2), word(a, 3), word(a, 4)))
-    positions, weight = carray(_i32(word(a, 5)), (word(a, 2),)), carray(_f32(word(a, 11)), (word(a, 12),))
+    positions = carray(_i32(word(a, 5)), (word(a, 2),))
+    weight = carray(_f32(word(a, 11)), (word(a, 12),))
     table = carray(_f32(word(a, 6)), (word(a, 7),))
     return rope_rows(state, word(a, 0), threads, x, positions, table, word(a, 8), word(a, 9) != 0,
                      word(a, 10), weight, _double(word(a, 13)))
@@ -76,10 +77,12 @@ def _rope(a, state, threads):
 
 @jit
 def _attend(a, state, threads):
-    tokens, heads, groups, k_size, v_size = word(a, 8), word(a, 9), word(a, 10), word(a, 11), word(a, 12)
+    tokens, heads, groups = word(a, 8), word(a, 9), word(a, 10)
+    k_size, v_size = word(a, 11), word(a, 12)
     return attend(
         state, word(a, 0), threads, carray(_i64(word(a, 1)), (word(a, 13),)), word(a, 2),
-        carray(_f32(word(a, 3)), (tokens, heads, k_size)), carray(_f32(word(a, 4)), (tokens, groups, k_size)),
+        carray(_f32(word(a, 3)), (tokens, heads, k_size)),
+        carray(_f32(word(a, 4)), (tokens, groups, k_size)),
         carray(_f32(word(a, 5)), (tokens, groups, v_size)), carray(_i32(word(a, 6)), (tokens,)),
         carray(_i32(word(a, 7)), (tokens,)), carray(_f32(word(a, 14)), (word(a, 15),)),
         carray(_f32(word(a, 16)), (tokens, heads, v_size)), _double(word(a, 17)), word(a, 18),
@@ -90,8 +93,9 @@ def _attend(a, state, threads):
 def _route(a):
     tokens, n_expert, n_used = word(a, 1), word(a, 2), word(a, 3)
     route_rows(
-        carray(_f32(word(a, 0)), (tokens, n_expert)), word(a, 4), word(a, 5) != 0, _double(word(a, 6)),
-        carray(_f32(word(a, 7)), (word(a, 8),)), carray(_i32(word(a, 9)), (tokens, n_used)),
+        carray(_f32(word(a, 0)), (tokens, n_expert)), word(a, 4), word(a, 5) != 0,
+        _double(word(a, 6)), carray(_f32(word(a, 7)), (word(a, 8),)),
+        carray(_i32(word(a, 9)), (tokens, n_used)),
         carray(_f32(word(a, 10)), (tokens, n_used)), carray(_i64(word(a, 11)), (n_expert,)),
     )
 
@@ -106,7 +110,8 @@ def _moe(a, state, threads):
         carray(_i64(word(a, 10)), (n_expert,)), carray(_i64(word(a, 11)), (n_expert + 1,)),
         carray(_i32(word(a, 12)), (pairs,)), carray(_i32(word(a, 13)), (pairs,)),
         carray(_u8(word(a, 14)), (n_expert,)), carray(_i32(word(a, 15)), (n_expert,)),
-        carray(_i64(word(a, 16)), (3, n_expert)), carray(_f32(word(a, 17)), (tokens, n)), state, threads,
+        carray(_i64(word(a, 16)), (3, n_expert)), carray(_f32(word(a, 17)), (tokens, n)), state,
+        threads,
     )
 
 

@@ -1,9 +1,10 @@
 """A decode step as one kernel call: its operations written down once, then run again and again.
 
-A large model's weights drive everything else out of the caches in each layer, so Python between two
-launches costs several times what it costs elsewhere: about a tenth of a decode step. While a step is
-recorded, each operation of cpu.py leaves a line: what to run, and the addresses of its arrays, which
-stay alive with the program. A later step of as many tokens changes ids, positions and sequences only.
+A large model's weights drive everything else out of the caches in each layer, so Python between
+two launches costs several times what it costs elsewhere: about a tenth of a decode step. While a
+step is recorded, each operation of cpu.py leaves a line: what to run, and the addresses of its
+arrays, which stay alive with the program. A later step of as many tokens changes ids, positions
+and sequences only.
 """
 
 import numpy as np
@@ -65,12 +66,13 @@ class Program:
 
     def embed(self, function: int, ids, address: int, stride: int, out) -> None:
         scratch = np.empty(256, np.uint8)
-        self._line(lines.EMBED, function, self._mine(ids), address, stride, out.shape[1], out, len(out),
-                   scratch)
+        self._line(lines.EMBED, function, self._mine(ids), address, stride, out.shape[1], out,
+                   len(out), scratch)
 
     def _mine(self, array: np.ndarray) -> np.ndarray:
         """The array must be one of the step's own: others would never change."""
-        self.broken |= not any(array is a for a in (self.step.ids, self.step.positions, self.step.sequences))
+        own = self.step.ids, self.step.positions, self.step.sequences
+        self.broken |= not any(array is a for a in own)
         return array
 
     def matmul(self, space: Workspace, plan: Plan, x, results) -> None:
@@ -82,7 +84,8 @@ class Program:
         """A row function of elementwise.py."""
         self._line(lines.CALL, function, elementwise.rows_job(x, y, out, size, value))
         self._kept += [x, y, out]
-        self.broken |= not (x.flags.c_contiguous and y.flags.c_contiguous) or x.size >= elementwise.LARGE
+        self.broken |= not (x.flags.c_contiguous and y.flags.c_contiguous)
+        self.broken |= x.size >= elementwise.LARGE  # it was split over the threads
 
     def add(self, x, y) -> None:
         n = y.shape[-1]
@@ -90,17 +93,19 @@ class Program:
 
     def rope(self, x, positions, table, params: RopeParams, weight, eps: float) -> None:
         self._line(
-            lines.ROPE, elementwise.rope_address(), x, *x.shape, self._mine(positions), table, table.size,
-            params.n_rot // 2, params.interleaved, elementwise.norm_address(), weight, weight.size, float(eps),
+            lines.ROPE, elementwise.rope_address(), x, *x.shape, self._mine(positions), table,
+            table.size, params.n_rot // 2, params.interleaved, elementwise.norm_address(), weight,
+            weight.size, float(eps),
         )
 
-    def attention(self, q, k, v, out, cache: KVCache, layer: int, step: Step, scale: float, window: int,
-                  sinks) -> None:
+    def attention(self, q, k, v, out, cache: KVCache, layer: int, step: Step, scale: float,
+                  window: int, sinks) -> None:
         self._kept.append(cache)
         self._line(
-            lines.ATTEND, attention_address(), cache.control, layer, q, k, v, self._mine(step.positions),
-            self._mine(step.sequences), len(q), q.shape[1], k.shape[1], q.shape[2], v.shape[2],
-            len(cache.control), sinks, len(sinks), out, float(scale), window,
+            lines.ATTEND, attention_address(), cache.control, layer, q, k, v,
+            self._mine(step.positions), self._mine(step.sequences), len(q), q.shape[1], k.shape[1],
+            q.shape[2], v.shape[2], len(cache.control), sinks, len(sinks), out, float(scale),
+            window,
         )
 
     def route(self, logits, rule: RouterRule, routing: Routing) -> None:
@@ -117,6 +122,6 @@ class Program:
         *tables, pointers = space.tables(ids.size, n_expert)
         self._kept += [plan, pointers, space.buffers, space.space.buffers]
         self._line(
-            lines.MOE, moe_address(), plan.job.copy(), *ids.shape, n_expert, plan.n_embd, moe.JOB_WORDS, x,
-            ids, routing.weights, routing.workload, *tables, addresses, y,
+            lines.MOE, moe_address(), plan.job.copy(), *ids.shape, n_expert, plan.n_embd,
+            moe.JOB_WORDS, x, ids, routing.weights, routing.workload, *tables, addresses, y,
         )

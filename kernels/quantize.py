@@ -11,12 +11,11 @@ A NaN or infinity among the values makes the block's d NaN: it shows in the resu
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import (
-    concat, max_f32, narrow_i8, sign_extend_i32, sum_f32, sum_i32, to_i32, zero_f32x8,
-)
+from dali_gguf.kernels.lanes import concat, narrow_i8, sign_extend_i32, to_i32, zero_f32x8
 from dali_gguf.kernels.simd import (
     inline, jit, load_f32x8, splat_f32x8, store, v_abs, v_add, v_fma, v_fmul, v_max, v_round,
 )
+from dali_gguf.kernels.sums import max_f32, sum_f32, sum_i32
 
 FLOAT, Q8, QK = 0, 1, 2
 

@@ -8,11 +8,10 @@ torch = pytest.importorskip("torch")
 from dali_gguf.models import read_config  # noqa: E402
 
 from dali_gguf.engine import Engine  # noqa: E402
-from dali_gguf.errors import InputError, MemoryBudgetError  # noqa: E402
+from dali_gguf.errors import InputError  # noqa: E402
 from dali_gguf.gguf_file import GGUFFile  # noqa: E402
 from dali_gguf.offload import devices, gpu_measure, vram  # noqa: E402
 from dali_gguf.offload.cost import CostModel  # noqa: E402
-from dali_gguf.offload.cost_store import Profile  # noqa: E402
 from dali_gguf.offload.hybrid_scheduler import HybridScheduler  # noqa: E402
 from dali_gguf.offload.scheduler import Scheduler  # noqa: E402
 from dali_gguf.sampler import SamplingParams  # noqa: E402
@@ -127,89 +126,6 @@ def _slots_only(tier, model, config, file):
     except torch.OutOfMemoryError:
         pass
     raise StopIteration
-
-
-def test_memory_that_runs_out_in_a_step(path, half, reference, capsys, monkeypatch):
-    """The step is done again with fewer experts on the device, and the text does not change."""
-    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
-        before, calls, real = engine.scheduler, [], engine.device.compute
-        slots = engine._tier.plan_of.slots.sum()
-
-        def compute(*args):
-            calls.append(args)
-            if len(calls) in (3, 12):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return real(*args)
-
-        monkeypatch.setattr(engine.device, "compute", compute)
-        assert list(engine.tokens(PROMPT, GREEDY)) == reference[0]
-        assert len(calls) > 12 and engine.scheduler is not before
-        assert engine._tier.plan_of.slots.sum() < slots
-    lines = [line for line in capsys.readouterr().err.splitlines() if "ran out" in line]
-    assert len(lines) == 2 and all("going on with" in line for line in lines)
-
-
-def test_memory_that_runs_out_without_any_expert_there(path, half, monkeypatch):
-    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
-
-        def norm(*args):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        monkeypatch.setattr(engine.device, "rms_norm", norm)
-        with pytest.raises(MemoryBudgetError, match="no expert is left"):
-            engine.forward([5], [0])
-
-
-def test_other_errors_are_not_taken_for_missing_memory(path, half, monkeypatch):
-    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
-
-        def norm(*args):
-            raise RuntimeError("an illegal memory access")
-
-        monkeypatch.setattr(engine.device, "rms_norm", norm)
-        with pytest.raises(RuntimeError, match="illegal"):
-            engine.forward([5], [0])
-
-
-@pytest.mark.parametrize("layers_us,stays", [(1e3, True), (1e9, False)])
-def test_whole_layers_get_a_trial_when_nothing_dynamic_pays(path, half, capsys, layers_us, stays):
-    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
-        steps = iter(range(64))
-        expected = engine.forward([5], [next(steps)])
-        pays = engine.scheduler.pays
-        pays.trials = dict.fromkeys(pays.trials, 1)
-        engine.scheduler.recent_us.extend([1e6] * 24)
-        engine.forward([5], [next(steps)])
-        assert engine._tier.options.placement == "threshold"  # something still pays
-        pays.on = dict.fromkeys(pays.on, False)
-        engine.forward([5], [next(steps)])
-        assert engine.scheduler.choices.placement == "static-layers"
-        assert np.abs(engine.forward([5], [0]) - expected).max() < 0.02 * np.abs(expected).max()
-        engine.scheduler.recent_us.extend([layers_us] * 24)
-        engine.forward([5], [next(steps)])
-        placement = engine.scheduler.choices.placement
-        assert placement == ("static-layers" if stays else "static-hot")
-        settled = engine.scheduler
-        engine.scheduler.recent_us.extend([1e12] * 24)
-        engine.forward([5], [next(steps)])
-        assert engine.scheduler is settled
-    assert ("fastest split" in capsys.readouterr().err) == stays
-
-
-def test_stored_costs_are_used(path, half, monkeypatch):
-    """calibrate's profile of this machine and these experts, and no new measurement."""
-    found = []
-
-    def load(machine, shape):
-        found.append((machine, shape))
-        return Profile(machine, shape, [1, 2, 4], [9, 12, 18], [4, 4.5, 5], 6.0, 0.5, 0.8, 100.0)
-
-    monkeypatch.setattr("dali_gguf.offload.cost_store.load", load)
-    monkeypatch.setattr(gpu_measure, "measure", lambda *_: pytest.fail("measured"))
-    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
-        assert engine.scheduler.model.copy_us == 6.0
-    (machine, shape), = found
-    assert "1 threads, torch on the CPU" in machine and f"{EXPERTS} experts of" in shape
 
 
 def test_no_gpu_says_so_once(path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""replay.py, kernels/program.py: steps run again give the bits of steps run operation by operation."""
+"""replay.py, kernels/program.py: recorded steps give the bits of steps run by operation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The GPU tier of a model: what of it lies in GPU memory, its costs, and the scheduler made of that."""
+"""The GPU tier of a model: what of it lies in GPU memory, its costs, and the scheduler."""
 
 import gc
 import sys
@@ -123,7 +123,7 @@ class GpuTier:
         self, model, config: ModelConfig, file: GGUFFile, costs: CostModel | None = None
     ) -> Scheduler:
         """Uploads the weights and the first experts. model: layers.Model. What earlier runs learned
-        about the model's routing is kept beside its file. costs None: stored ones, or measured now."""
+        about the model's routing is kept beside its file. costs None: stored or measured ones."""
         self._model = model, config, file
         lookup_only = None if model.head is model.embedding else model.embedding
         self.device.upload_weights(skip=lookup_only)
@@ -153,8 +153,8 @@ class GpuTier:
         MemoryBudgetError when there is nothing left to give up."""
         if not self.plan_of.slots.any():
             raise MemoryBudgetError(
-                "GPU memory ran out, and no expert is left to leave it: use a shorter context (-c), "
-                "a smaller --n-batch or --device cpu"
+                "GPU memory ran out, and no expert is left to leave it: use a shorter context (-c),"
+                " smaller prefill steps (-b) or --device cpu"
             )
         before, left = int(self.plan_of.slots.sum()), self.plan_of
         while left.slots.sum() == before:
