@@ -68,6 +68,44 @@ def test_products(ggml_type):
             assert (part == y[:tokens]).all(), f"{tokens} tokens, {count} x {n}"
 
 
+@pytest.mark.parametrize("ggml_type", [t for t in TYPES if FORMATS[t].kind == Q8],
+                         ids=lambda t: t.name)
+def test_products_of_odd_numbers_of_blocks(ggml_type):
+    """Nibbles are taken two blocks at a time; the last one alone."""
+    rng = np.random.default_rng(6)
+    for n in (32, 96, 32 * 33):
+        w, x = random_weights(ggml_type, 11, n, rng), rng.standard_normal((2, n)).astype(np.float32)
+        y, seen = product(ggml_type, w, x)
+        full = reference_rows(ggml_type, w).astype(np.float64)
+        assert (np.abs(y - seen @ full.T) <= 1e-6 * (np.abs(seen) @ np.abs(full.T)) + 1e-30).all()
+        assert (product(ggml_type, w, x, matmat_address)[0] == y).all()
+
+
+def int8_as_ggml(x, kind):
+    """The activations as ggml's int8 products see them: Q8_0 (a half scale a 32) or Q8_K."""
+    block = 32 if kind == Q8 else 256
+    parts = x.astype(np.float64).reshape(len(x), -1, block)
+    d = (np.abs(parts).max(2, keepdims=True) / 127).astype(np.float32)
+    q = np.rint(parts / d)
+    return (q * (d.astype(np.float16) if kind == Q8 else d)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("ggml_type", TYPES, ids=lambda t: t.name)
+def test_error_is_no_larger_than_of_ggmls_int8_products(ggml_type):
+    rng, kind = np.random.default_rng(7), FORMATS[ggml_type].kind
+    w = random_weights(ggml_type, 64, 2048, rng)
+    x = rng.standard_normal((16, 2048)).astype(np.float32)
+    full = reference_rows(ggml_type, w).astype(np.float64)
+    exact, y = x.astype(np.float64) @ full.T, product(ggml_type, w, x)[0]
+    error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+    if kind == FLOAT:  # ggml rounds the activations to the weights' type, or not at all
+        assert error < 2e-6
+        return
+    theirs = np.linalg.norm(int8_as_ggml(x, kind) @ full.T - exact) / np.linalg.norm(exact)
+    assert error <= 1.02 * theirs
+    print(f"{ggml_type.name}: relative error {error:.5f}, ggml's {theirs:.5f}")
+
+
 def test_products_by_eye():
     """Q8_0 rows of ones and a scale of 2: the sum of the activations, doubled."""
     block = np.zeros((1, 34), np.uint8)
