@@ -27,6 +27,12 @@ def _one_format(tensors: tuple[Tensor, ...]) -> Format:
     return format_of(tensors[0].type, tensors[0].name)
 
 
+def chunk(rows: int, threads: int) -> int:
+    """Rows that a thread takes at a time: a stretch of memory that is long enough to be read as one
+    stream (64 rows measured 10 % slower), but one expert alone still keeps all threads busy."""
+    return max(16, min(1024, rows // threads // 16 * 16))
+
+
 class LayerPlan:
     """The job record of one layer's experts, filled with what never changes.
 
@@ -61,8 +67,7 @@ class LayerPlan:
         self._biases = [None if b is None else np.ascontiguousarray(b, np.float32) for b in biases]
         for at, bias in zip((moe.GATE_BIAS, moe.UP_BIAS, moe.DOWN_BIAS), self._biases):
             job[at] = 0 if bias is None else bias.ctypes.data
-        job[moe.F_CHUNK] = max(16, min(64, self.n_ff // (2 * threads) // 16 * 16))
-        job[moe.D_CHUNK] = max(16, min(128, self.n_embd // (2 * threads) // 16 * 16))
+        job[moe.F_CHUNK], job[moe.D_CHUNK] = chunk(self.n_ff, threads), chunk(self.n_embd, threads)
 
     def compile(self, most_tokens: int) -> None:
         """Makes the products for experts with up to most_tokens tokens."""
