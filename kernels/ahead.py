@@ -89,16 +89,15 @@ WHOLE: dict[str, Callable[[], None]] = {
     "attention": compile_attention, "layer": compile_layer, "moe": compile_moe,
     "program": compile_program,
 }
-_begun: set[str] = set()
+_helpers: dict[str, subprocess.Popen] = {}  # that compile for later
 
 
 def ready(task: str) -> bool:
     """Whether a task is in the cache. If not, a helper process is started that puts it there."""
     if _mark(task).exists():
         return True
-    if task not in _begun:
-        _begun.add(task)
-        _start([task])
+    if task not in _helpers:
+        _helpers[task] = _start([task])
     return False
 
 

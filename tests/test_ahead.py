@@ -33,3 +33,14 @@ def test_a_helper_process_compiles_its_part(tmp_path):
     assert done.stdout.strip() == "0", done.stderr
     assert [p.name for p in tmp_path.rglob("*.done")] == ["expand-Q8_0.done"]
     assert any(tmp_path.rglob("*expand*.nbi"))
+
+
+def test_what_is_not_ready_is_compiled_once_by_a_helper(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(ahead.kernels, "CACHE_DIR", tmp_path)
+    monkeypatch.setattr(ahead, "_start", started.append)
+    monkeypatch.setattr(ahead, "_helpers", {})
+    assert not ahead.ready("program") and not ahead.ready("program")
+    assert started == [["program"]]
+    (tmp_path / "program.done").touch()
+    assert ahead.ready("program")
