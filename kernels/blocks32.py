@@ -2,7 +2,8 @@
 
 A type gives codes(p) -> i8x32 of the block at p, in order, and where its halves lie: D_AT, M_AT;
     weight = d * (code - OFFSET) + m            (m only where HAS_MIN)
-A type of nibbles says where in a block they start (NIBBLES, else 0) and what one stands for (code).
+A type of nibbles says instead where in a block they start (NIBBLES, else 0) and what one stands for
+(code).
 For each row:  y = sum over blocks of  d dx (codes . q - OFFSET sum) + m dx sum,  with q, dx, sum
 from the Q8 record. The bracket is an exact integer; blocks are added in order, one fma each: so
 matrix-vector and matrix-matrix, any vector width and any thread give the same bits.
@@ -15,8 +16,8 @@ import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
 from dali_gguf.kernels.lanes import (
-    concat, first_lane, gather_i16x8, half_to_float, high_nibbles, low_nibbles, ones_i16x16,
-    to_f32, transpose8, zero_f32x8,
+    concat, first_lane, gather_i16x8, half_to_float, high_nibbles, low_nibbles, nibbles,
+    ones_i16x16, to_f32, transpose8, zero_f32x8,
 )
 from dali_gguf.kernels.panel import add_scaled, tile_splat, tile_subtract, zero_tile
 from dali_gguf.kernels.simd import (
@@ -24,6 +25,10 @@ from dali_gguf.kernels.simd import (
     v_add, v_fma, v_fmul, v_sub,
 )
 from dali_gguf.kernels.sums import add_halves, first_halves, second_halves
+
+
+def codes(p):
+    return code(nibbles(load_i8x16(p + NIBBLES)))
 
 
 def scales8(p, stride):
@@ -158,5 +163,5 @@ def expand(p, n, out, scratch):
 
 
 PANEL_BLOCK = 320
-INLINE = (scales8, mins8, dot, pair_dot, add_four, add_block)
+INLINE = (codes, scales8, mins8, dot, pair_dot, add_four, add_block)
 ONCE = (eight_rows, pack_block, tile_block)

@@ -27,7 +27,7 @@ X, Y, OUT, ROWS, SIZE, VALUE, JOB_WORDS = range(7)
 
 
 @jit
-def _run_rows(state, work, threads, x, y, out, rows, size, value):
+def run_rows(state, work, threads, x, y, out, rows, size, value):
     """Runs a row function on float32 rows at the addresses x and out; y is shared by all."""
     record = np.empty(JOB_WORDS, np.int64)
     job = address_of(record)
@@ -44,17 +44,8 @@ def _run_rows(state, work, threads, x, y, out, rows, size, value):
 @jit
 def _run(state, work, threads, x, y, out, size, value):
     """Runs a row function on flat float32 arrays: x.size / size rows."""
-    _run_rows(state, work, threads, address_of(x), address_of(y), address_of(out), x.size // size,
+    run_rows(state, work, threads, address_of(x), address_of(y), address_of(out), x.size // size,
               size, value)
-
-
-def rows_job(x: np.ndarray, y: np.ndarray, out: np.ndarray, size: int, value: float) -> np.ndarray:
-    """The record of a row function, for running it again (program.py)."""
-    job = np.zeros(JOB_WORDS, np.int64)
-    job[[X, Y, OUT]] = x.ctypes.data, y.ctypes.data, out.ctypes.data
-    job[ROWS], job[SIZE] = x.size // size, size
-    job[VALUE:].view(np.float32)[0] = value
-    return job
 
 
 # ---- RMS norm ---------------------------------------------------------------------------------
@@ -193,7 +184,7 @@ def rope_rows(state, work, threads, x, positions, table, half, interleaved, norm
             return False
     if weight.size:
         at, rows = address_of(x), x.shape[0] * x.shape[1]
-        _run_rows(state, norm_work, threads, at, address_of(weight), at, rows, x.shape[2], eps)
+        run_rows(state, norm_work, threads, at, address_of(weight), at, rows, x.shape[2], eps)
     record = np.empty(R_WORDS, np.int64)
     record[R_X], record[R_POSITIONS] = address_of(x), address_of(positions)
     record[R_TABLE], record[R_TOKENS], record[R_HEADS] = address_of(table), x.shape[0], x.shape[1]

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import lookup, nibbles
-from dali_gguf.kernels.simd import inline, load_i8x16
+from dali_gguf.kernels.lanes import lookup
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 18, True, 128, 0, False
 NIBBLES = 2  # where they start
@@ -19,8 +18,3 @@ def reference(blocks):
     d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     q = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
     return d * np.array(TABLE, np.float32)[q]
-
-
-@inline
-def codes(p):
-    return code(nibbles(load_i8x16(p + NIBBLES)))

@@ -9,16 +9,16 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from dali_gguf.kernels.attention import OK, attend
-from dali_gguf.kernels.elementwise import rope_rows
+from dali_gguf.kernels.elementwise import rope_rows, run_rows
 from dali_gguf.kernels.moe import whole
-from dali_gguf.kernels.pool import CHUNK, call_work, launch
+from dali_gguf.kernels.pool import CHUNK, launch
 from dali_gguf.kernels.records import word
 from dali_gguf.kernels.route import route_rows
 from dali_gguf.kernels.rows import call_expand
 from dali_gguf.kernels.simd import jit, load_f32, load_i32, store
 
 LINE_WORDS = 24
-EMBED, LAUNCH, CALL, ADD, ROPE, ATTEND, ROUTE, MOE = range(8)
+EMBED, LAUNCH, ROWS, ADD, ROPE, ATTEND, ROUTE, MOE = range(8)
 
 
 def _array_at(dtype):
@@ -124,8 +124,9 @@ def run_lines(lines, n, state, threads):
         if kind == LAUNCH:
             store(state + 8 * CHUNK, 0)
             launch(state, word(a, 0), word(a, 1), threads)
-        elif kind == CALL:
-            call_work(word(a, 0), word(a, 1), 0, 1)
+        elif kind == ROWS:
+            run_rows(state, word(a, 0), threads, word(a, 1), word(a, 2), word(a, 3), word(a, 4),
+                     word(a, 5), _double(word(a, 6)))
         elif kind == ADD:
             _add(a)
         elif kind == ROPE:

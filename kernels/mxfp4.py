@@ -6,8 +6,8 @@ plus 12, so that they are whole and not negative; the scale is halved.
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import gather_i8x8, lookup, nibbles, power_of_two
-from dali_gguf.kernels.simd import inline, load_i8x16
+from dali_gguf.kernels.lanes import gather_i8x8, lookup, power_of_two
+from dali_gguf.kernels.simd import inline
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 17, False, 24, 12, False
 NIBBLES = 1  # where they start
@@ -22,11 +22,6 @@ def reference(blocks):
     scale = np.exp2(blocks[:, :1].astype(np.float32) - 128)
     q = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
     return scale * np.array(TABLE, np.float32)[q]
-
-
-@inline
-def codes(p):
-    return code(nibbles(load_i8x16(p + NIBBLES)))
 
 
 @inline

@@ -82,10 +82,7 @@ class Program:
 
     def rows(self, function: int, x, y, out, size: int, value: float = 0.0) -> None:
         """A row function of elementwise.py."""
-        self._line(lines.CALL, function, elementwise.rows_job(x, y, out, size, value))
-        self._kept += [x, y, out]
-        self.broken |= not (x.flags.c_contiguous and y.flags.c_contiguous)
-        self.broken |= x.size >= elementwise.LARGE  # it was split over the threads
+        self._line(lines.ROWS, function, x, y, out, x.size // size, size, value)
 
     def add(self, x, y) -> None:
         n = y.shape[-1]

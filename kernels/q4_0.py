@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import nibbles
-from dali_gguf.kernels.simd import inline, load_i8x16
+from dali_gguf.kernels.simd import inline
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 18, False, 15, 8, False
 NIBBLES = 2  # where they start
@@ -20,8 +19,3 @@ def reference(blocks):
 @inline
 def code(nibble):
     return nibble
-
-
-@inline
-def codes(p):
-    return nibbles(load_i8x16(p + NIBBLES))

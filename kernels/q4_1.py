@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import nibbles
-from dali_gguf.kernels.simd import inline, load_i8x16
+from dali_gguf.kernels.q4_0 import code  # noqa: F401
 
 BYTES, SIGNED, MAX_CODE, OFFSET, HAS_MIN = 20, False, 15, 0, True
 NIBBLES = 4  # where they start
@@ -15,13 +14,3 @@ def reference(blocks):
     d, m = blocks[:, :4].copy().view(np.float16).astype(np.float32).T[..., None]
     q = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     return d * q.astype(np.float32) + m
-
-
-@inline
-def code(nibble):
-    return nibble
-
-
-@inline
-def codes(p):
-    return nibbles(load_i8x16(p + NIBBLES))

@@ -23,19 +23,18 @@ def add_pairs(typing, x, y):
     return x(x, y), gen
 
 
+FIRST, SECOND = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+first_halves, second_halves = merge(FIRST), merge(SECOND)
+
+
 @intrinsic
 def add_halves(typing, x, y):
     """i32x8 x, y -> low half + high half of x, then of y."""
 
     def gen(context, b, sig, args):
-        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-        return b.add(shuffle(b, args[0], low, args[1]), shuffle(b, args[0], high, args[1]))
+        return b.add(shuffle(b, args[0], FIRST, args[1]), shuffle(b, args[0], SECOND, args[1]))
 
     return x(x, y), gen
-
-
-first_halves = merge([0, 1, 2, 3, 8, 9, 10, 11])
-second_halves = merge([4, 5, 6, 7, 12, 13, 14, 15])
 
 
 @inline

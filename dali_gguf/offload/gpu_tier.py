@@ -14,14 +14,13 @@ from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.offload import budget, cost_store, prefetch, vram
 from dali_gguf.offload.cache import ExpertCache, settings
 from dali_gguf.offload.cost import CostModel
-from dali_gguf.offload.pays import NEEDED
+from dali_gguf.offload.pays import NEEDED, RECENT
 from dali_gguf.offload.placement import policy_code
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
-TRIAL = 24  # decode steps whose median counts
 STATIC = ("static-layers", "static-hot", "all-cpu")
 SHRINK = 0.75  # of the expert slots are kept when memory runs out
 
@@ -166,7 +165,7 @@ class GpuTier:
     def reviewed(self, scheduler: Scheduler) -> Scheduler:
         """After a decode step. Where nothing dynamic pays, each layer's hottest experts are left on
         the GPU; whole layers there get one trial against that, and the faster split stays."""
-        if self._reviewed or len(getattr(scheduler, "recent_us", ())) < TRIAL:
+        if self._reviewed or len(getattr(scheduler, "recent_us", ())) < RECENT:
             return scheduler
         us = float(np.median(scheduler.recent_us))
         if self._hot_us is None:

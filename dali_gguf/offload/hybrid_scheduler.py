@@ -22,7 +22,7 @@ from dali_gguf.offload.gpu_timer import GpuTimer
 from dali_gguf.offload.gpu_traffic import Traffic
 from dali_gguf.offload.guesser import Gap, Guesser
 from dali_gguf.offload.hybrid_counters import HybridCounters
-from dali_gguf.offload.pays import Pays
+from dali_gguf.offload.pays import RECENT, Pays
 from dali_gguf.offload.placement import LayerPlan, Planner
 from dali_gguf.offload.prefetch import Predictor
 from dali_gguf.offload.run_counts import RunCounts
@@ -33,7 +33,6 @@ from dali_gguf.offload.verify import Verifier
 from dali_gguf.routing import LayerExperts, Routing
 
 PREFILL = 32  # steps of so many tokens count as prefill: the cache is frozen, a ring streams
-RECENT = 24  # decode steps whose times are kept
 NEVER = 1.0  # a margin that no move of a resident can reach
 FREE_LINK = 0.95  # CPU speed while copying above which guesses start without waiting for the CPU
 

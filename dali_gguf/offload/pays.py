@@ -9,6 +9,7 @@ import numpy as np
 
 BLOCK, TRIAL, PERIOD = 4, 32, 96
 NEEDED = 0.995
+RECENT = 24  # decode steps whose median stands for a split of the experts
 
 
 class Pays:
