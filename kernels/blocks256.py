@@ -2,15 +2,17 @@
 
 A type gives, for the block at p,
     codes(p, j) -> i8x32: codes of weights 32j .. 32j+31, in order
+    codes64(p, j) -> i8x64: codes of weights 64j .. 64j+63; where PAIRED, those of the j-th 64 of the
+        record's second copy of q. quarter(s, j) -> i16x32: their scales, of s = scales_of(p)
     scales16(p) -> i16x16: the integer scale of each 16 weights (in pairs where it covers 32)
-    mins16(p)   -> i16x16: the integer minimum of each 16 weights
+    mins16(p)   -> i16x16: the integer minimum of each 16 weights; where codes are SIGNED, 128 scales
     spread(p)   -> i16x16: scales16 with the even ones first, then the odd ones
-    min_dot(p, sums, n) -> i32x8 whose lanes sum to msum (where MIN is not NO_MIN)
+    min_dot(p, sums, sums32) -> i32x4 whose lanes sum to msum (where MIN == FLOAT_MIN)
 and says where its halves lie: D_AT, M_AT (dmin, where MIN == FLOAT_MIN);
     weight = d * scale * code - dmin * min              (MIN == FLOAT_MIN)
     weight = d * (scale * code - min)                   (MIN == INT_MIN: Q3_K, Q6_K offsets)
 For each row:  y = sum over blocks of  d dx isum - dmin dx msum, where isum = sum of scale code q and
-msum = sum of min sum16 are exact integers (below 2^31) and q, dx, sum16 come from the QK record.
+msum = sum of min sum16 are exact integers (below 2^31) and q, dx, sum16, sum32 come from the QK record.
 Blocks are added in order: the same bits on every path. Templates, as in blocks32.py.
 """
 
@@ -18,21 +20,26 @@ import numpy as np
 
 from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
 from dali_gguf.kernels.lanes import (
-    first_lane, gather_i16x8, half_to_float, permutation, to_f32, transpose8, zero_f32x8,
+    concat, first_lane, gather_i16x8, gather_i32x8, half_to_float,
+    narrow_i16, permutation, to_f32, transpose8, zero_f32x8,
 )
 from dali_gguf.kernels.panel import (
-    add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, zero_tile,
+    LINE, add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, zero_tile,
 )
+from dali_gguf.kernels.quantize import pairs_at
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x32, load_i16, prefetch, splat_f32x8, store, v_add, v_fma,
-    v_fmul, v_fsub, v_sub,
+    load_f32, load_i8, load_i8x32, load_i8x64, load_i16, load_i16x16, prefetch,
+    splat_f32x8, splat_i8x32, store, v_add, v_fma, v_fmul, v_fsub, v_shr, v_sub, v_xor,
 )
-from dali_gguf.kernels.sums import sum_scratch
+from dali_gguf.kernels.sums import fold, sum_quads, sum_scratch
 
 NO_MIN, FLOAT_MIN, INT_MIN = 0, 1, 2
 GROUP = 16  # blocks of a row
 AHEAD = 2048  # bytes: hardware prefetch stops at each page
 
+quarter0, quarter1, quarter2, quarter3 = (
+    permutation([4 * j + i // 8 for i in range(32)]) for j in range(4)
+)
 lane0, lane1, lane2, lane3, lane4, lane5, lane6, lane7 = (
     permutation([j] * 8 + [8 + j] * 8) for j in range(8)
 )
@@ -52,8 +59,37 @@ def scaled(p, j, q, scale):
     return madd(pair_dot_u(codes(p, j), load_i8x32(q + 32 * j)), scale)
 
 
+def codes64(p, j):
+    return concat(codes(p, 2 * j), codes(p, 2 * j + 1))
+
+
+def scales_of(p):
+    return scales16(p)
+
+
+def quarter(s, j):
+    if j == 0:
+        return quarter0(s)
+    if j == 1:
+        return quarter1(s)
+    if j == 2:
+        return quarter2(s)
+    return quarter3(s)
+
+
+def scaled64(p, j, q, s):
+    return madd(pair_dot_u(codes64(p, j), load_i8x64(q + 64 * j)), quarter(s, j))
+
+
 def dot(p, q, sums):
     """i32x8 whose lanes sum to isum of one block (less msum where MIN == INT_MIN)."""
+    if WIDE:
+        s = scales_of(p)
+        two = v_add(scaled64(p, 0, q, s), scaled64(p, 1, q, s))
+        two = v_add(two, v_add(scaled64(p, 2, q, s), scaled64(p, 3, q, s)))
+        if MIN == INT_MIN:
+            return v_sub(fold(two), madd(mins16(p), load_i16x16(sums)))
+        return fold(two)
     s = spread(p)
     acc = v_add(scaled(p, 0, q, lane0(s)), scaled(p, 1, q, lane1(s)))
     acc = v_add(acc, v_add(scaled(p, 2, q, lane2(s)), scaled(p, 3, q, lane3(s))))
@@ -70,8 +106,10 @@ def eight_rows(p, stride, n, record, scratch):
     Memory is read in one stream, row after row, up to GROUP blocks of each at a time: the integer
     sums of a group wait in scratch until all 8 rows are there.
     """
-    acc = zero_f32x8()
+    acc, q = zero_f32x8(), record
     blocks, d, sums = n // 256, record + n, record + n + n // 64
+    if WIDE and PAIRED:
+        q = record + pairs_at(n)
     for first in range(0, blocks, GROUP):
         last = min(first + GROUP, blocks)
         for r in range(8):
@@ -79,61 +117,68 @@ def eight_rows(p, stride, n, record, scratch):
             for i in range(first, last):
                 for line in range(0, BYTES, 64):
                     prefetch(block + AHEAD + line)
-                total = dot(block, record + 256 * i, sums + 32 * i)
+                total = dot(block, q + 256 * i, sums + 32 * i)
                 at = scratch + 512 * (i - first) + 32 * r
                 if MIN == FLOAT_MIN:
-                    store(at + 256, min_dot(block, sums + 32 * i, n))
+                    low = min_dot(block, sums + 32 * i, sums + n // 8 + 16 * i)
+                    store(scratch + 512 * (i - first) + 256 + 16 * r, low)
                 store(at, total)
                 block += BYTES
         for i in range(first, last):
             at, here = scratch + 512 * (i - first), p + i * BYTES
             scale = splat_f32x8(load_f32(d + 4 * i))
-            acc = v_fma(to_f32(sum_scratch(at)), v_fmul(scales8(here, stride), scale), acc)
             if MIN == FLOAT_MIN:
-                down = v_fsub(zero_f32x8(), v_fmul(mins8(here, stride), scale))
-                acc = v_fma(to_f32(sum_scratch(at + 256)), down, acc)
+                halves = gather_i32x8(here + D_AT, stride)
+                up = v_fmul(half_to_float(narrow_i16(halves)), scale)
+                down = v_fmul(half_to_float(narrow_i16(v_shr(halves, 16))), scale)
+                acc = v_fma(to_f32(sum_scratch(at)), up, acc)
+                down = v_fsub(zero_f32x8(), down)
+                acc = v_fma(to_f32(sum_quads(at + 256)), down, acc)
+            else:
+                acc = v_fma(to_f32(sum_scratch(at)), v_fmul(scales8(here, stride), scale), acc)
     return acc
 
 
 def pack_block(p, stride, last, target, scratch):
-    """The block at p of 8 rows (rows after `last` repeat it) to a panel block at target."""
-    scales, mins = target + 2048, target + 2048 + 32 * (256 // SUB)
+    """The block at p of 8 rows (rows after `last` repeat it) to half the lines of a panel block."""
     for j in range(8):
         for r in range(8):
-            store(scratch + 32 * r, codes(p + min(r, last) * stride, j))
-        transpose8(scratch, 32, target + 256 * j, 32)
+            packed = codes(p + min(r, last) * stride, j)
+            if SHIFTED:
+                packed = v_xor(packed, splat_i8x32(np.uint8(128)))
+            store(scratch + 32 * r, packed)
+        transpose8(scratch, 32, target + 8 * LINE * j, LINE)
+    scales, mins, halves = target + SCALES, target + MINS, target + MINS + 8 * LINE
     for r in range(8):
         row = p + min(r, last) * stride
         store(scratch + 32 * r, scales16(row))
         store(scratch + 256 + 32 * r, mins16(row))
-        store(mins + 256 + 4 * r, first_lane(scales8(row, 0)))
+        store(halves + 4 * r, first_lane(scales8(row, 0)))
         if MIN == FLOAT_MIN:
-            store(mins + 288 + 4 * r, first_lane(mins8(row, 0)))
-    transpose8(scratch + 256, 32, mins, 32)
+            store(halves + LINE + 4 * r, first_lane(mins8(row, 0)))
+    transpose8(scratch + 256, 32, mins, LINE)
     if SUB == 32:
-        transpose8(scratch, 32, scales, 32)
+        transpose8(scratch, 32, scales, LINE)
     else:
         transpose8(scratch, 32, scratch + 512, 32)
         for k in range(8):
-            double_pairs(scratch + 512 + 32 * k, scales + 64 * k)
+            double_pairs(scratch + 512 + 32 * k, scales + 2 * LINE * k, LINE)
 
 
-def tile_block(acc, w, step, i, n, y0, y1, y2, y3):
+def tile_block(acc, w, i, n, y0, y1, y2, y3):
     """acc + the products of panel block w with block i of four records."""
-    scales, mins = w + 2048, w + 2048 + 32 * (256 // SUB)
     total = zero_tile()
     for j in range(256 // SUB):
-        q = 256 * i + SUB * j
-        at = w + 8 * SUB * j
-        total = tile(total, at, step, scales + 32 * j, y0 + q, y1 + q, y2 + q, y3 + q)
-    d, s = n + 4 * i, n + n // 64 + 32 * i
-    if MIN == INT_MIN:
-        low = tile_sums(zero_tile(), mins, step, y0 + s, y1 + s, y2 + s, y3 + s)
+        q, at = 256 * i + SUB * j, w + SUB // 4 * LINE * j
+        total = tile(total, at, w + SCALES + LINE * j, y0 + q, y1 + q, y2 + q, y3 + q)
+    d, s, halves = n + 4 * i, n + n // 64 + 32 * i, w + MINS + 8 * LINE
+    if MIN == INT_MIN or SHIFTED:
+        low = tile_sums(zero_tile(), w + MINS, y0 + s, y1 + s, y2 + s, y3 + s)
         total = tile_subtract(total, low)
-    acc = add_scaled(acc, total, mins + 256, step, y0 + d, y1 + d, y2 + d, y3 + d)
+    acc = add_scaled(acc, total, halves, y0 + d, y1 + d, y2 + d, y3 + d)
     if MIN == FLOAT_MIN:
-        total = tile_sums(zero_tile(), mins, step, y0 + s, y1 + s, y2 + s, y3 + s)
-        acc = subtract_scaled(acc, total, mins + 288, step, y0 + d, y1 + d, y2 + d, y3 + d)
+        total = tile_sums(zero_tile(), w + MINS, y0 + s, y1 + s, y2 + s, y3 + s)
+        acc = subtract_scaled(acc, total, halves + LINE, y0 + d, y1 + d, y2 + d, y3 + d)
     return acc
 
 
@@ -161,5 +206,7 @@ def expand(p, n, out, scratch):
             store(out + 1024 * i + 4 * k, value)
 
 
-PANEL_BLOCK = 2048 + 512 + 256 + 64
-INLINE, ONCE = (scales8, mins8, scaled), (dot, eight_rows, pack_block, tile_block)
+PAIRED = False
+PANEL_BLOCK = 90 * LINE
+INLINE = (scales8, mins8, scaled, codes64, scales_of, quarter, scaled64)
+ONCE = (dot, eight_rows, pack_block, tile_block)

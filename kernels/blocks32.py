@@ -19,10 +19,10 @@ from dali_gguf.kernels.lanes import (
     concat, first_lane, gather_i16x8, half_to_float, high_nibbles, low_nibbles, nibbles,
     ones_i16x16, to_f32, transpose8, zero_f32x8,
 )
-from dali_gguf.kernels.panel import add_scaled, tile_splat, tile_subtract, zero_tile
+from dali_gguf.kernels.panel import LINE, add_scaled, tile_splat, zero_tile
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, prefetch, splat_f32x8, splat_i32x8, store,
-    v_add, v_fma, v_fmul, v_sub,
+    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, prefetch, splat_f32x8, splat_i8x32,
+    splat_i32x8, store,    v_add, v_fma, v_fmul, v_sub, v_xor,
 )
 from dali_gguf.kernels.sums import add_halves, first_halves, second_halves
 
@@ -124,28 +124,32 @@ def eight_rows(p, stride, n, record, scratch):
 
 
 def pack_block(p, stride, last, target, scratch):
-    """The block at p of 8 rows (rows after `last` repeat it) to a panel block at target."""
+    """The block at p of 8 rows (rows after `last` repeat it) to half the lines of a panel block."""
     for r in range(8):
         row = p + min(r, last) * stride
-        store(scratch + 32 * r, codes(row))
-        store(target + 256 + 4 * r, first_lane(scales8(row, 0)))
+        if SHIFTED:
+            store(scratch + 32 * r, v_xor(codes(row), splat_i8x32(np.uint8(128))))
+        else:
+            store(scratch + 32 * r, codes(row))
+        store(target + 8 * LINE + 4 * r, first_lane(scales8(row, 0)))
         if HAS_MIN:
-            store(target + 288 + 4 * r, first_lane(mins8(row, 0)))
-    transpose8(scratch, 32, target, 32)
+            store(target + 9 * LINE + 4 * r, first_lane(mins8(row, 0)))
+    transpose8(scratch, 32, target, LINE)
 
 
-def tile_block(acc, w, step, i, n, y0, y1, y2, y3):
+def tile_block(acc, w, i, n, y0, y1, y2, y3):
     """acc + the products of panel block w with block i of four records."""
-    total = tile(zero_tile(), w, step, 0, y0 + 32 * i, y1 + 32 * i, y2 + 32 * i, y3 + 32 * i)
     d = n + 4 * i
     s = d + n // 8
-    if OFFSET:
-        offset = tile_splat(y0 + s, y1 + s, y2 + s, y3 + s, np.int32(OFFSET))
-        total = tile_subtract(total, offset)
-    acc = add_scaled(acc, total, w + 256, step, y0 + d, y1 + d, y2 + d, y3 + d)
+    total = zero_tile()
+    if OFFSET or SHIFTED:
+        offset = np.int32(128 if SHIFTED else OFFSET)
+        total = tile_splat(y0 + s, y1 + s, y2 + s, y3 + s, -offset)
+    total = tile(total, w, 0, y0 + 32 * i, y1 + 32 * i, y2 + 32 * i, y3 + 32 * i)
+    acc = add_scaled(acc, total, w + 8 * LINE, y0 + d, y1 + d, y2 + d, y3 + d)
     if HAS_MIN:
         total = tile_splat(y0 + s, y1 + s, y2 + s, y3 + s, np.int32(1))
-        acc = add_scaled(acc, total, w + 288, step, y0 + d, y1 + d, y2 + d, y3 + d)
+        acc = add_scaled(acc, total, w + 9 * LINE, y0 + d, y1 + d, y2 + d, y3 + d)
     return acc
 
 
@@ -162,6 +166,6 @@ def expand(p, n, out, scratch):
             store(out + 128 * i + 4 * k, scale * np.float32(code) + low)
 
 
-PANEL_BLOCK = 320
+PANEL_BLOCK = 10 * LINE
 INLINE = (codes, scales8, mins8, dot, pair_dot, add_four, add_block)
 ONCE = (eight_rows, pack_block, tile_block)

@@ -16,6 +16,8 @@ def pair_dot_ir(b, u, s, signed: bool):
             s = call(b, "llvm.x86.avx2.psign.b", s.type, [s, u])
             u = call(b, "llvm.abs.v32i8", u.type, [u, ir.Constant(ir.IntType(1), 0)])
         return call(b, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [u, s])
+    if isa.WIDE and n == 64 and not signed:
+        return call(b, "llvm.x86.avx512.pmaddubs.w.512", ir.VectorType(I16, 32), [u, s])
     wide = ir.VectorType(I16, n)
     product = b.mul(b.sext(u, wide) if signed else b.zext(u, wide), b.sext(s, wide))
     return b.add(shuffle(b, product, range(0, n, 2)), shuffle(b, product, range(1, n, 2)))
@@ -26,9 +28,20 @@ def madd_ir(b, x, y):
     n = x.type.count
     if isa.AVX2 and n == 16:
         return call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [x, y])
+    if isa.WIDE and n == 32:
+        return call(b, "llvm.x86.avx512.pmaddw.d.512", ir.VectorType(I32, 16), [x, y])
     wide = ir.VectorType(I32, n)
     product = b.mul(b.sext(x, wide), b.sext(y, wide))
     return b.add(shuffle(b, product, range(0, n, 2)), shuffle(b, product, range(1, n, 2)))
+
+
+def dot_four_ir(b, acc, u, s):
+    """acc i32 [n/4] + the sums of four neighbouring products u s; u unsigned (0..127 without VNNI)."""
+    n = u.type.count
+    if isa.VNNI and n in (32, 64):
+        return call(b, f"llvm.x86.avx512.vpdpbusd.{8 * n}", acc.type, [acc, u, s])
+    ones = const("i16", [1] * (n // 2))
+    return b.add(acc, madd_ir(b, pair_dot_ir(b, u, s, signed=False), ones))
 
 
 @intrinsic
@@ -49,6 +62,16 @@ def pair_dot_s(typing, w, s):
         return pair_dot_ir(b, *args, signed=True)
 
     return Vec("i16", w.n // 2)(w, s), gen
+
+
+@intrinsic
+def dot_four(typing, acc, u, s):
+    """acc + four neighbouring products each, in i32 lanes. u in 0..127 (any byte with VNNI)."""
+
+    def gen(context, b, sig, args):
+        return dot_four_ir(b, *args)
+
+    return acc(acc, u, s), gen
 
 
 @intrinsic

@@ -13,11 +13,11 @@ from numba import cfunc, types
 
 from dali_gguf.errors import UnsupportedError
 from dali_gguf.kernels import (
-    bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k, q4_0, q4_1,
+    bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, isa, iq4_xs, mxfp4, q2_k, q3_k, q4_0, q4_1,
     q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
 )
 from dali_gguf.kernels.dots import add_small_pairs
-from dali_gguf.kernels.panel import tile_dot
+from dali_gguf.kernels.panel import LINE, tile_dot
 from dali_gguf.kernels.quantize import FLOAT, Q8, QK
 from dali_gguf.kernels.simd import OPTIONS, inline, inline_once, jit
 from dali_gguf.kernels.sums import add_pairs
@@ -80,8 +80,13 @@ def _namespace(fmt: Format) -> dict:
     """Globals for the copies: the templates' own, the type's, and what follows from it."""
     template = _TEMPLATES[fmt.kind]
     names = {**vars(rows), **vars(template), **vars(fmt.module)}
+    names["WIDE"] = isa.WIDE and fmt.kind == QK and not fmt.module.SIGNED
     names["WEIGHTS"] = {FLOAT: 1, Q8: 32, QK: 256}[fmt.kind]
     if fmt.kind != FLOAT:
+        names["SHIFTED"] = isa.VNNI and fmt.module.SIGNED  # panels keep the codes plus 128
+        if fmt.kind == QK:
+            names["SCALES"] = 64 * LINE
+            names["MINS"] = (64 + 256 // fmt.module.SUB) * LINE
         sub = 32 if fmt.kind == Q8 else fmt.module.SUB
         widen_after = max(1, min(sub // 4, 32767 // (2 * 127 * fmt.module.MAX_CODE)))
         names["tile"] = tile_dot(sub, fmt.module.SIGNED, widen_after, fmt.kind == QK)

@@ -7,11 +7,10 @@ import numpy as np
 
 from dali_gguf.kernels.blocks256 import NO_MIN
 from dali_gguf.kernels.iq4_nl import TABLE
-from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import bytes_of_u64, even_then_odd, lookup, nibbles, sign_extend_i16
 from dali_gguf.kernels.q4_k import twice
 from dali_gguf.kernels.simd import (
-    inline, load_i8x16, load_i16x16, load_u16, load_u32, splat_i16x16, v_sub,
+    inline, load_i8x16, load_u16, load_u32, splat_i16x16, v_shl, v_sub,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 136, True, 128, 32, NO_MIN
@@ -49,14 +48,9 @@ def scales16(p):
 
 @inline
 def mins16(p):
-    return scales16(p)
+    return v_shl(scales16(p), 7)
 
 
 @inline
 def spread(p):
     return even_then_odd(scales16(p))
-
-
-@inline
-def min_dot(p, sums, n):
-    return madd(mins16(p), load_i16x16(sums))

@@ -1,7 +1,12 @@
 """Which instructions the kernels may use: decided once, here, from the host's features.
 
-DALI_ISA=generic forces plain LLVM vectors (what any other processor gets); DALI_ISA=avx2 keeps to
-AVX2 where more is present. Every choice computes the same integers, so results are the same bits.
+    generic  plain LLVM vectors: what any other processor gets
+    avx2     32-byte vectors, products by way of 16-bit pairs
+    vnni     32-byte vectors, four products added to an int32 at once
+    avx512   the same with 64-byte vectors where they pay
+
+DALI_ISA=avx2, say, keeps to that where more is present. Every choice computes the same integers, so
+results are the same bits.
 """
 
 import os
@@ -19,8 +24,19 @@ def _host_features() -> set[str]:
 
 FEATURES = _host_features()
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-_forced = os.environ.get("DALI_ISA", "")
-AVX2 = X86 and {"avx2", "fma"} <= FEATURES and _forced != "generic"
+_LEVELS = ("generic", "avx2", "vnni", "avx512")
+_most = os.environ.get("DALI_ISA") or "avx512"
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512vnni"} <= FEATURES
+
+
+def _may_use(level: str) -> bool:
+    return X86 and _LEVELS.index(level) <= _LEVELS.index(_most)
+
+
+AVX2 = _may_use("avx2") and {"avx2", "fma"} <= FEATURES
+VNNI = _may_use("vnni") and AVX2 and (_AVX512 or "avxvnni" in FEATURES)
+WIDE = _may_use("avx512") and VNNI and _AVX512
+GFNI = WIDE and "gfni" in FEATURES  # moves bits within bytes
 # fpext from half aborts the compiler on x86 without F16C: bits are converted by hand there
-HALF = (not X86) or ("f16c" in FEATURES and _forced != "generic")
-NAME = "avx2" if AVX2 else "generic"
+HALF = (not X86) or ("f16c" in FEATURES and _most != "generic")
+NAME = "avx512" if WIDE else "vnni" if VNNI else "avx2" if AVX2 else "generic"

@@ -24,6 +24,21 @@ def permutation(index):
     return permute
 
 
+def widened(index):
+    """An intrinsic: i16 lanes of the bytes of i8x16 at a constant index, zero-extended."""
+    bytes_ = [i for k in index for i in (k, 16)]
+
+    @intrinsic
+    def widen(typing, x):
+        def gen(context, b, sig, args):
+            both = shuffle(b, args[0], bytes_, const("i8", [0] * 16))
+            return b.bitcast(both, ir.VectorType(I16, len(index)))
+
+        return Vec("i16", len(index))(x), gen
+
+    return widen
+
+
 def merge(index):
     """An intrinsic that picks lanes of two vectors by a constant index (the second's come after)."""
     index = tuple(index)
@@ -110,6 +125,34 @@ def high_nibbles(typing, x):
         return b.and_(shifted, const("i8", [15] * x.n))
 
     return x(x), gen
+
+
+def bit_field(first: int, second: int, width: int, to: int):
+    """An intrinsic on i8x64: `width` bits of each byte moved to bit `to`, the others 0. They come
+    from bit `first` in the lower 32 bytes and from bit `second` in the upper ones."""
+
+    def matrix(start):
+        """Of GF2P8AFFINEQB: byte 7 - i is the mask of the bits whose parity becomes bit i."""
+        return sum(1 << start + i - to << 8 * (7 - i) for i in range(to, to + width))
+
+    @intrinsic
+    def field(typing, x):
+        def gen(context, b, sig, args):
+            if isa.GFNI:
+                rows = const("i64", [matrix(first)] * 4 + [matrix(second)] * 4)
+                last = ir.Constant(I8, 0)
+                name = "llvm.x86.vgf2p8affineqb.512"
+                return call(b, name, x.ir, [args[0], b.bitcast(rows, x.ir), last])
+            value = b.bitcast(args[0], ir.VectorType(I16, 32))
+            counts = [max(0, first - to)] * 16 + [max(0, second - to)] * 16
+            value = b.lshr(value, const("i16", counts))
+            counts = [max(0, to - first)] * 16 + [max(0, to - second)] * 16
+            value = b.bitcast(b.shl(value, const("i16", counts)), x.ir)
+            return b.and_(value, const("i8", [((1 << width) - 1) << to] * 64))
+
+        return x(x), gen
+
+    return field
 
 
 @intrinsic
@@ -234,6 +277,8 @@ def _gather8(elem, ir_type):
 
 
 gather_i16x8, gather_i8x8 = _gather8("i16", I16), _gather8("i8", I8)
+gather_i32x8 = _gather8("i32", I32)
+
 
 @intrinsic
 def transpose8(typing, source, stride, target, apart):

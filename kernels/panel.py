@@ -1,30 +1,34 @@
-"""Panels for matrix-matrix products: 8 rows of weights unpacked once, and the register tile over them.
+"""Panels for matrix-matrix products: 16 rows of weights unpacked once, and the register tile over
+them.
 
-A panel holds, block after block of one quant type, the codes of 8 rows interleaved so that one
-32-byte vector is 4 weights of each row:
-    blocks of 32:   codes [8][8 rows][4] | scale f32 [8] | min f32 [8]
-    blocks of 256:  codes [64][8 rows][4] | scale pairs i16 [256/SUB][8][2] | min pairs i16 [8][8][2]
-                    | d f32 [8] | dmin f32 [8]
-The tile multiplies PANELS panels with TOKENS records: per 4 weights one load of each panel, one
-broadcast of each token's 4 bytes, and one pair_dot; i16 sums are widened as seldom as they may.
+A panel holds, block after block of one quant type, lines of 64 bytes: 4 bytes for each of 16 rows.
+    blocks of 32:   8 of codes [16 rows][4] | scale f32 [16] | min f32 [16]
+    blocks of 256:  64 of codes | 256/SUB of scale pairs i16 [16][2] | 8 of min pairs i16 [16][2]
+                    | d f32 [16] | dmin f32 [16]
+The tile multiplies a panel with TOKENS records: per 4 weights one load of the line, one broadcast of
+each token's 4 bytes, and one dot product. Without VNNI its sums are i16 and are widened as seldom as
+they may.
 """
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-from dali_gguf.kernels.dots import madd_ir, pair_dot_ir
+from dali_gguf.kernels import isa
+from dali_gguf.kernels.dots import dot_four_ir, madd_ir, pair_dot_ir
 from dali_gguf.kernels.simd import (
-    ELEMENTS, F32, I16, I32, call, const, load_ir, shuffle, splat_ir, store_ir,
+    ELEMENTS, F32, I8, I16, I32, call, const, load_ir, shuffle, splat_ir, store_ir,
 )
 
-PANELS, TOKENS = 2, 4
-I32X8, F32X8 = ir.VectorType(I32, 8), ir.VectorType(F32, 8)
-I16X16, I8X32 = ir.VectorType(I16, 16), ir.VectorType(ir.IntType(8), 32)
+LINE, TOKENS = 64, 4
+LANES = 16 if isa.WIDE else 8  # rows of a vector
+PARTS = 16 // LANES  # vectors of a line
+INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+SHORTS, BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
 
 class Tile(types.Type):
-    """PANELS x TOKENS vectors of 8 rows, held in registers (LLVM splits the array)."""
+    """16 rows x TOKENS in vectors, held in registers (LLVM splits the array)."""
 
     def __init__(self, elem: str):
         self.elem = elem
@@ -32,7 +36,7 @@ class Tile(types.Type):
 
     @property
     def ir(self):
-        return ir.ArrayType(ir.VectorType(ELEMENTS[self.elem], 8), PANELS * TOKENS)
+        return ir.ArrayType(ir.VectorType(ELEMENTS[self.elem], LANES), PARTS * TOKENS)
 
 
 @register_model(Tile)
@@ -42,7 +46,7 @@ class _TileModel(models.PrimitiveModel):
 
 
 INT, FLT = Tile("i32"), Tile("f32")
-CELLS = [(p, t) for p in range(PANELS) for t in range(TOKENS)]
+CELLS = [(p, t) for p in range(PARTS) for t in range(TOKENS)]
 
 
 def _cell(p, t):
@@ -53,76 +57,107 @@ def _add(b, address, amount: int):
     return b.add(address, ir.Constant(address.type, amount)) if amount else address
 
 
+def _line_ir(b, address, line: int, ty):
+    """The vectors of a line, its rows in order."""
+    return [load_ir(b, _add(b, address, LINE * line + 4 * LANES * p), ty) for p in range(PARTS)]
+
+
+def _broadcast_ir(b, address, ty):
+    """A vector full of the 4 bytes at an address."""
+    return b.bitcast(splat_ir(b, load_ir(b, address, I32), LANES), ty)
+
+
 @intrinsic
 def zero_tile(typing):
     def gen(context, b, sig, args):
-        return ir.Constant(INT.ir, [const("i32", [0] * 8)] * len(CELLS))
+        return ir.Constant(INT.ir, [const("i32", [0] * LANES)] * len(CELLS))
 
     return INT(), gen
+
+
+def _vnni_cells(b, cells, w, factor, ys, sub):
+    """cells + factor * (codes . q); factor: i32 vectors of the parts, or None."""
+    parts = [const("i32", [0] * LANES)] * len(CELLS) if factor else cells
+    for k in range(sub // 4):
+        weights = _line_ir(b, w, k, BYTES)
+        for t in range(TOKENS):
+            y = _broadcast_ir(b, _add(b, ys[t], 4 * k), BYTES)
+            for p in range(PARTS):
+                i = _cell(p, t)
+                parts[i] = dot_four_ir(b, parts[i], weights[p], y)
+    if not factor:
+        return parts
+    return [b.add(cells[_cell(p, t)], b.mul(parts[_cell(p, t)], factor[p])) for p, t in CELLS]
+
+
+def _pair_cells(b, cells, w, factor, ys, sub, signed, widen_after):
+    """The same by i16 sums; factor: i16 pairs of the parts."""
+    parts = [None] * len(CELLS)
+    for k in range(sub // 4):
+        weights = _line_ir(b, w, k, BYTES)
+        for t in range(TOKENS):
+            y = _broadcast_ir(b, _add(b, ys[t], 4 * k), BYTES)
+            for p in range(PARTS):
+                i, v = _cell(p, t), pair_dot_ir(b, weights[p], y, signed)
+                parts[i] = v if parts[i] is None else b.add(parts[i], v)
+        if (k + 1) % widen_after == 0 or k + 1 == sub // 4:
+            for p, t in CELLS:
+                i = _cell(p, t)
+                cells[i] = b.add(cells[i], madd_ir(b, parts[i], factor[p]))
+                parts[i] = None
+    return cells
 
 
 def tile_dot(sub, signed, widen_after, scaled):
     """An intrinsic: tile += scale * (codes . q) over one sub-block of `sub` weights.
 
-    tile(acc, w, step, scales, y0..y3): w panel codes, step bytes from panel to panel, scales the
-    i16 pairs of the first panel (or 0), y* the tokens' int8 values. widen_after: how many groups
-    of 4 products fit an i16 sum.
+    tile(acc, w, scales, y0..y3): w the codes, scales a line of i16 pairs (or 0), y* the tokens'
+    int8 values. signed: of the codes; with VNNI they are bytes without sign. widen_after: how many
+    groups of 4 products fit an i16 sum.
     """
 
     @intrinsic
-    def tile(typing, acc, w, step, scales, y0, y1, y2, y3):
+    def tile(typing, acc, w, scales, y0, y1, y2, y3):
         def gen(context, b, sig, args):
-            acc, w, step, scales, *ys = args
-            panels = [b.mul(step, ir.Constant(step.type, p)) for p in range(PANELS)]
+            acc, w, scales, *ys = args
             cells = [b.extract_value(acc, i) for i in range(len(CELLS))]
-            factor = [
-                load_ir(b, b.add(scales, panels[p]), I16X16) if scaled else const("i16", [1] * 16)
-                for p in range(PANELS)
-            ]
-            part = [None] * len(CELLS)
-            for k in range(sub // 4):
-                weights = [load_ir(b, _add(b, b.add(w, panels[p]), 32 * k), I8X32)
-                           for p in range(PANELS)]
-                for t in range(TOKENS):
-                    four = load_ir(b, _add(b, ys[t], 4 * k), I32)
-                    y = b.bitcast(splat_ir(b, four, 8), I8X32)
-                    for p in range(PANELS):
-                        i, v = _cell(p, t), pair_dot_ir(b, weights[p], y, signed)
-                        part[i] = v if part[i] is None else b.add(part[i], v)
-                if (k + 1) % widen_after == 0 or k + 1 == sub // 4:
-                    for p, t in CELLS:
-                        i = _cell(p, t)
-                        cells[i] = b.add(cells[i], madd_ir(b, part[i], factor[p]))
-                        part[i] = None
+            if isa.VNNI:
+                factor = scaled and [b.ashr(pair, const("i32", [16] * LANES))
+                                     for pair in _line_ir(b, scales, 0, INTS)]
+                cells = _vnni_cells(b, cells, w, factor, ys, sub)
+            else:
+                factor = [const("i16", [1] * 2 * LANES)] * PARTS
+                if scaled:
+                    factor = _line_ir(b, scales, 0, SHORTS)
+                cells = _pair_cells(b, cells, w, factor, ys, sub, signed, widen_after)
             for i, value in enumerate(cells):
                 acc = b.insert_value(acc, value, i)
             return acc
 
-        return INT(INT, *(types.intp,) * 7), gen
+        return INT(INT, *(types.intp,) * 6), gen
 
     return tile
 
 
 @intrinsic
-def tile_sums(typing, acc, mins, step, s0, s1, s2, s3):
-    """acc += min . sum16 over a block of 256: 8 min pairs a panel, 16 i16 sums a token."""
+def tile_sums(typing, acc, mins, s0, s1, s2, s3):
+    """acc += min . sum16 over a block of 256: 8 lines of min pairs, 16 i16 sums a token."""
 
     def gen(context, b, sig, args):
-        acc, mins, step, *sums = args
-        panels = [b.mul(step, ir.Constant(step.type, p)) for p in range(PANELS)]
+        acc, mins, *sums = args
         cells = [b.extract_value(acc, i) for i in range(len(CELLS))]
         for k in range(8):
-            m = [load_ir(b, _add(b, b.add(mins, panels[p]), 32 * k), I16X16) for p in range(PANELS)]
+            m = _line_ir(b, mins, k, SHORTS)
             for t in range(TOKENS):
-                pair = splat_ir(b, load_ir(b, _add(b, sums[t], 4 * k), I32), 8)
-                for p in range(PANELS):
+                pair = _broadcast_ir(b, _add(b, sums[t], 4 * k), SHORTS)
+                for p in range(PARTS):
                     i = _cell(p, t)
-                    cells[i] = b.add(cells[i], madd_ir(b, m[p], b.bitcast(pair, I16X16)))
+                    cells[i] = b.add(cells[i], madd_ir(b, m[p], pair))
         for i, value in enumerate(cells):
             acc = b.insert_value(acc, value, i)
         return acc
 
-    return INT(INT, *(types.intp,) * 6), gen
+    return INT(INT, *(types.intp,) * 5), gen
 
 
 @intrinsic
@@ -131,7 +166,8 @@ def tile_splat(typing, a0, a1, a2, a3, factor):
 
     def gen(context, b, sig, args):
         *sums, factor = args
-        values = [splat_ir(b, b.mul(load_ir(b, a, I32), factor), 8) for a in sums]
+        by = splat_ir(b, factor, LANES)
+        values = [b.mul(_broadcast_ir(b, a, INTS), by) for a in sums]
         acc = ir.Constant(INT.ir, ir.Undefined)
         for p, t in CELLS:
             acc = b.insert_value(acc, values[t], _cell(p, t))
@@ -154,25 +190,23 @@ def tile_subtract(typing, x, y):
 
 def _scale_into(negate):
     @intrinsic
-    def f(typing, acc, total, scales, step, d0, d1, d2, d3):
-        """acc = fma(float(total), +-(scale * d), acc): scale f32 [8] a panel, d float32 a token."""
+    def f(typing, acc, total, scales, d0, d1, d2, d3):
+        """acc = fma(float(total), +-(scale * d), acc): scale f32 [16] a line, d float32 a token."""
 
         def gen(context, b, sig, args):
-            acc, total, scales, step, *ds = args
-            factor = [splat_ir(b, load_ir(b, d, F32), 8) for d in ds]
-            for p in range(PANELS):
-                at = b.add(scales, b.mul(step, ir.Constant(step.type, p)))
-                scale = load_ir(b, at, F32X8)
+            acc, total, scales, *ds = args
+            factor = [_broadcast_ir(b, d, FLOATS) for d in ds]
+            for p, scale in enumerate(_line_ir(b, scales, 0, FLOATS)):
                 for t in range(TOKENS):
                     i, product = _cell(p, t), b.fmul(scale, factor[t])
                     if negate:
-                        product = b.fsub(const("f32", [0.0] * 8), product)
-                    number = b.sitofp(b.extract_value(total, i), F32X8)
-                    cell = call(b, "llvm.fma.v8f32", F32X8, [number, product, b.extract_value(acc, i)])
-                    acc = b.insert_value(acc, cell, i)
+                        product = b.fsub(const("f32", [0.0] * LANES), product)
+                    number = b.sitofp(b.extract_value(total, i), FLOATS)
+                    terms = [number, product, b.extract_value(acc, i)]
+                    acc = b.insert_value(acc, call(b, f"llvm.fma.v{LANES}f32", FLOATS, terms), i)
             return acc
 
-        return FLT(FLT, INT, *(types.intp,) * 6), gen
+        return FLT(FLT, INT, *(types.intp,) * 5), gen
 
     return f
 
@@ -182,13 +216,13 @@ add_scaled, subtract_scaled = _scale_into(False), _scale_into(True)
 
 @intrinsic
 def load_tile(typing, address):
-    """Float tile from memory: [TOKENS][PANELS * 8] float32."""
+    """Float tile from memory: [TOKENS][16] float32."""
 
     def gen(context, b, sig, args):
         acc = ir.Constant(FLT.ir, ir.Undefined)
-        for p, t in CELLS:
-            value = load_ir(b, _add(b, args[0], 32 * (t * PANELS + p)), F32X8)
-            acc = b.insert_value(acc, value, _cell(p, t))
+        for t in range(TOKENS):
+            for p, value in enumerate(_line_ir(b, args[0], t, FLOATS)):
+                acc = b.insert_value(acc, value, _cell(p, t))
         return acc
 
     return FLT(types.intp), gen
@@ -198,7 +232,7 @@ def load_tile(typing, address):
 def store_tile(typing, acc, address):
     def gen(context, b, sig, args):
         for p, t in CELLS:
-            at = _add(b, args[1], 32 * (t * PANELS + p))
+            at = _add(b, args[1], LINE * t + 4 * LANES * p)
             store_ir(b, b.extract_value(args[0], _cell(p, t)), at)
         return context.get_dummy_value()
 
@@ -206,14 +240,14 @@ def store_tile(typing, acc, address):
 
 
 @intrinsic
-def double_pairs(typing, source, target):
-    """i16x16 (a0 b0 a1 b1 ..) -> (a0 a0 a1 a1 ..) at target and (b0 b0 ..) 32 bytes on."""
+def double_pairs(typing, source, target, apart):
+    """i16x16 (a0 b0 a1 b1 ..) -> (a0 a0 a1 a1 ..) at target and (b0 b0 ..) `apart` bytes on."""
 
     def gen(context, b, sig, args):
-        v = load_ir(b, args[0], I16X16)
+        v, at = load_ir(b, args[0], ir.VectorType(I16, 16)), args[1]
         for odd in (0, 1):
-            index = [2 * (i // 2) + odd for i in range(16)]
-            store_ir(b, shuffle(b, v, index), _add(b, args[1], 32 * odd))
+            store_ir(b, shuffle(b, v, [2 * (i // 2) + odd for i in range(16)]), at)
+            at = b.add(at, args[2])
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp), gen
+    return types.void(types.intp, types.intp, types.intp), gen

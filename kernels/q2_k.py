@@ -8,13 +8,18 @@ import numpy as np
 
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
 from dali_gguf.kernels.dots import madd
-from dali_gguf.kernels.lanes import even_then_odd, high_nibbles, low_nibbles, zero_extend_i16
-from dali_gguf.kernels.simd import (
-    inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x32, v_and, v_shr,
+from dali_gguf.kernels.lanes import (
+    bit_field, even_then_odd, high_nibbles, low_nibbles, zero_extend_i16,
 )
+from dali_gguf.kernels.simd import (
+    inline, load_i8x16, load_i8x32, load_i16x16, load_twice, splat_i8x32, v_and, v_shr,
+)
+from dali_gguf.kernels.sums import fold
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 84, False, 3, 16, FLOAT_MIN
 D_AT, M_AT = 80, 82
+
+first_pairs, last_pairs = bit_field(0, 2, 2, 0), bit_field(4, 6, 2, 0)
 
 
 def reference(blocks):
@@ -33,6 +38,14 @@ def codes(p, j):
 
 
 @inline
+def codes64(p, j):
+    packed = load_twice(p + 16 + 32 * (j // 2))
+    if j & 1:
+        return last_pairs(packed)
+    return first_pairs(packed)
+
+
+@inline
 def scales16(p):
     return zero_extend_i16(low_nibbles(load_i8x16(p)))
 
@@ -48,5 +61,5 @@ def spread(p):
 
 
 @inline
-def min_dot(p, sums, n):
-    return madd(mins16(p), load_i16x16(sums))
+def min_dot(p, sums, sums32):
+    return fold(madd(mins16(p), load_i16x16(sums)))

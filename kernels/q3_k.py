@@ -7,18 +7,19 @@ holds the low bits of weights 128h + l + 32 * (0, 1, 2, 3); bit 4h + k of high b
 import numpy as np
 
 from dali_gguf.kernels.blocks256 import INT_MIN
-from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
-    even_then_odd,
-    bytes_of_u64, concat, sign_extend_i16,
+    bit_field, bytes_of_u64, concat, even_then_odd, sign_extend_i16,
 )
+from dali_gguf.kernels.q2_k import first_pairs, last_pairs
 from dali_gguf.kernels.simd import (
-    inline, load_i8x32, load_i16x16, load_u32, load_u64, splat_i8x16, splat_i8x32, v_and, v_or, v_shl, v_shr,
-    v_sub,
+    inline, load_i8x32, load_twice, load_u32, load_u64, splat_i8x16, splat_i8x32,
+    v_and, v_or, v_shl, v_shr, v_sub,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 110, False, 7, 16, INT_MIN
 D_AT = 108
+
+thirds = bit_field(0, 1, 1, 2)
 
 
 def reference(blocks):
@@ -42,6 +43,14 @@ def codes(p, j):
 
 
 @inline
+def codes64(p, j):
+    packed, third = load_twice(p + 32 + 32 * (j // 2)), thirds(v_shr(load_twice(p), 2 * j))
+    if j & 1:
+        return v_or(last_pairs(packed), third)
+    return v_or(first_pairs(packed), third)
+
+
+@inline
 def scales16(p):
     four, two = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x03030303)
     low, top = load_u64(p + 96), np.uint64(load_u32(p + 104))
@@ -61,8 +70,3 @@ def mins16(p):
 @inline
 def spread(p):
     return even_then_odd(scales16(p))
-
-
-@inline
-def min_dot(p, sums, n):
-    return madd(mins16(p), load_i16x16(sums))

@@ -9,24 +9,24 @@ import numpy as np
 from dali_gguf.kernels.blocks256 import FLOAT_MIN
 from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
-    concat, high_nibbles, low_nibbles, merge, permutation,
-    zero_extend_i16,
+    bytes_of_u64, concat, high_nibbles, low_nibbles, permutation, widened, zero_extend_i16,
 )
 from dali_gguf.kernels.simd import (
-    inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x16, v_and, v_or, v_shr,
+    inline, load_i8x32, load_i8x64, load_i16x8, load_u32, load_u64,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 144, False, 15, 32, FLOAT_MIN
-D_AT, M_AT = 0, 2
+D_AT, M_AT, PAIRED = 0, 2, True
 
+quarter0, quarter1, quarter2, quarter3 = (
+    widened([first] * 16 + [first + 2] * 16) for first in (0, 1, 8, 9)
+)
 twice = permutation([i // 2 for i in range(16)])
 scales_twice = permutation([*range(8), *range(8)])
 each_scale_twice = permutation([i // 2 for i in range(16)])
 each_min_twice = permutation([8 + i // 2 for i in range(16)])
-# where the two upper bits (of a, b) and the nibbles (of c) of the last four scales and mins belong
-high_parts = permutation([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7])
-last_parts = permutation([8, 9, 10, 11, 8, 9, 10, 11, 24, 25, 26, 27, 24, 25, 26, 27])
-pick = merge([0, 1, 2, 3, 20, 21, 22, 23, 4, 5, 6, 7, 28, 29, 30, 31])
+mins_of = permutation([*range(4, 8), *range(12, 16)])
+in_order = permutation([*range(4), *range(8, 12), *range(4, 8), *range(12, 16)])
 
 
 def unpack_scales(packed):
@@ -55,14 +55,29 @@ def codes(p, j):
 
 
 @inline
+def codes64(p, j):
+    packed = load_i8x64(p + 16 + 64 * (j // 2))
+    if j & 1:
+        return high_nibbles(packed)
+    return low_nibbles(packed)
+
+
+@inline
+def scales_of(p):
+    """i8x16: scales 0..3, mins 0..3, scales 4..7, mins 4..7. Each is 6 bits of the bytes a[4] b[4]
+    c[4]: the first four scales are a & 63 and the last c & 15 | a >> 6 << 4; mins likewise from b
+    and c >> 4."""
+    ab, c = load_u64(p + 4), np.uint64(load_u32(p + 12))
+    first = ab & np.uint64(0x3F3F3F3F3F3F3F3F)
+    four = (c | c << np.uint64(28)) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    last = (ab >> np.uint64(2)) & np.uint64(0x3030303030303030) | four
+    return concat(bytes_of_u64(first), bytes_of_u64(last))
+
+
+@inline
 def scales_then_mins(p):
-    """i16x16: the 8 scales, then the 8 mins. Each is 6 bits of the bytes a[4] b[4] c[4]: the first
-    four scales are a & 63 and the last c & 15 | a >> 6 << 4; mins likewise from b and c >> 4."""
-    packed = load_i8x16(p + 4)
-    six = v_and(packed, splat_i8x16(np.uint8(0x3F)))
-    two = v_and(v_shr(packed, 2), splat_i8x16(np.uint8(0x30)))
-    four = concat(low_nibbles(packed), high_nibbles(packed))
-    return zero_extend_i16(pick(six, v_or(high_parts(two), last_parts(four))))
+    """i16x16: the 8 scales, then the 8 mins."""
+    return zero_extend_i16(in_order(scales_of(p)))
 
 
 @inline
@@ -71,9 +86,9 @@ def spread(p):
 
 
 @inline
-def min_dot(p, sums, n):
-    """The zeros before the sums of 32 meet the scales."""
-    return madd(scales_then_mins(p), load_i16x16(sums + n // 8))
+def min_dot(p, sums, sums32):
+    mins = zero_extend_i16(mins_of(scales_of(p)))
+    return madd(mins, load_i16x8(sums32))
 
 
 @inline

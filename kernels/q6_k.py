@@ -7,17 +7,18 @@ weight = d * scale * (q - 32), one scale for 16 weights. In half h, nibble byte 
 import numpy as np
 
 from dali_gguf.kernels.blocks256 import INT_MIN
-from dali_gguf.kernels.dots import madd
 from dali_gguf.kernels.lanes import (
-    even_then_odd,
-    high_nibbles, low_nibbles, sign_extend_i16,
+    bit_field, even_then_odd, high_nibbles, low_nibbles, sign_extend_i16,
 )
 from dali_gguf.kernels.simd import (
-    inline, load_i8x16, load_i8x32, load_i16x16, splat_i8x32, v_and, v_or, v_shl, v_shr,
+    inline, load_i8x16, load_i8x32, load_i8x64, load_twice, splat_i8x32,
+    v_and, v_or, v_shl, v_shr,
 )
 
 BYTES, SIGNED, MAX_CODE, SUB, MIN = 210, False, 63, 16, INT_MIN
 D_AT = 208
+
+first_pairs, last_pairs = bit_field(0, 2, 2, 4), bit_field(4, 6, 2, 4)
 
 
 def reference(blocks):
@@ -41,6 +42,14 @@ def codes(p, j):
 
 
 @inline
+def codes64(p, j):
+    packed, high = load_i8x64(p + 64 * (j // 2)), load_twice(p + 128 + 32 * (j // 2))
+    if j & 1:
+        return v_or(high_nibbles(packed), last_pairs(high))
+    return v_or(low_nibbles(packed), first_pairs(high))
+
+
+@inline
 def scales16(p):
     return sign_extend_i16(load_i8x16(p + 192))
 
@@ -53,8 +62,3 @@ def mins16(p):
 @inline
 def spread(p):
     return even_then_odd(scales16(p))
-
-
-@inline
-def min_dot(p, sums, n):
-    return madd(mins16(p), load_i16x16(sums))

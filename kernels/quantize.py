@@ -2,8 +2,10 @@
 
 A record is one token's activations of n values, at one address:
     Q8 (weights in blocks of 32):    q int8 [n] | d float32 [n/32]  | sum int32 [n/32]
-    QK (weights in blocks of 256):   q int8 [n] | d float32 [n/256] | sum int16 [n/16] | then for
-                                     each block 8 zeros and its 8 sums of 32 values, int16
+    QK (weights in blocks of 256):   q int8 [n] | d float32 [n/256] | sum int16 [n/16] | sum of 32
+                                     values each int16 [n/32]
+                                     | with 64-byte vectors, from pairs_at(n) on, q once more, where
+                                     the second and third 32 of each 128 have changed places
 value = d * q, |q| <= 127; sum = sum of q over 32 (Q8) or 16 (QK) values. These are ggml's Q8_0
 and Q8_K with a float32 d and a symmetric range. F32 weights take the float32 row itself.
 A NaN or infinity among the values makes the block's d NaN: it shows in the result.
@@ -11,13 +13,20 @@ A NaN or infinity among the values makes the block's d NaN: it shows in the resu
 
 import numpy as np
 
-from dali_gguf.kernels.lanes import concat, narrow_i8, sign_extend_i32, to_i32, zero_f32x8
+from dali_gguf.kernels.isa import WIDE
+from dali_gguf.kernels.lanes import concat, narrow_i8, to_i32, zero_f32x8
 from dali_gguf.kernels.simd import (
-    inline, jit, load_f32x8, splat_f32x8, store, v_abs, v_add, v_fma, v_fmul, v_max, v_round,
+    inline, jit, load_f32x8, load_i8x32, splat_f32x8, store, v_abs, v_add, v_fma, v_fmul, v_max, v_round,
 )
 from dali_gguf.kernels.sums import max_f32, sum_f32, sum_i32
 
 FLOAT, Q8, QK = 0, 1, 2
+
+
+@jit
+def pairs_at(n):
+    """Where the second copy of q lies in a QK record: a multiple of 64."""
+    return (n + n // 64 + n // 8 + n // 16 + 63) // 64 * 64
 
 
 @jit
@@ -26,7 +35,9 @@ def record_bytes(kind, n):
     if kind == Q8:
         size = n + n // 4
     elif kind == QK:
-        size = n + n // 64 + n // 4
+        size = pairs_at(n)
+        if WIDE:
+            size += n
     else:
         size = 4 * n
     return (size + 63) // 64 * 64
@@ -80,9 +91,12 @@ def quantize_qk(x, n, record):
             second = _round16(x + 128 * j + 64, scale, record + 32 * j + 16)
             store(sums + 4 * j, np.int16(first))
             store(sums + 4 * j + 2, np.int16(second))
-            store(sums32 + 16 * i + 2 * j, np.int16(0))
-            store(sums32 + 16 * i + 2 * j + 16, np.int16(first + second))
+            store(sums32 + 2 * j, np.int16(first + second))
         store(record + n + 4 * i, top * np.float32(1 / 127) + bad)
+    if WIDE:
+        for i in range(n // 32):
+            target = i & ~3 | (i & 1) << 1 | i >> 1 & 1
+            store(record + pairs_at(n) + 32 * target, load_i8x32(record + 32 * i))
 
 
 @jit

@@ -5,7 +5,7 @@ matvec and matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratc
     w, stride: address of row 0 and bytes from row to row; n: columns; records: address of
     intp [tokens], the records' addresses; out: address of float32 out[0, 0], out_stride in bytes;
     scratch: SCRATCH bytes of this thread.
-matvec, for few tokens, works straight from the GGUF blocks; matmat unpacks 16 rows once into panels
+matvec, for few tokens, works straight from the GGUF blocks; matmat unpacks 16 rows once into a panel
 for all tokens. Both add in the same order: the choice changes the speed and not one bit.
 """
 
@@ -14,13 +14,13 @@ from numba import types
 from numba.extending import intrinsic
 
 from dali_gguf.kernels.lanes import first_lane, zero_f32x8
-from dali_gguf.kernels.panel import PANELS, TOKENS, load_tile, store_tile
+from dali_gguf.kernels.panel import LINE, TOKENS, load_tile, store_tile
 from dali_gguf.kernels.simd import I64, jit, load_f32, load_f32x8, load_intp, store
 
 MAX_TOKENS = 512  # of one call: the accumulators of 16 rows stay in the L1/L2 cache
 CHUNK_COLUMNS = 1024  # unpacked at a time: 16 rows of them fit the L1 cache
 SMALL, STAGE = 8192, 64 * MAX_TOKENS
-SCRATCH = SMALL + STAGE + PANELS * (CHUNK_COLUMNS // 32) * 384
+SCRATCH = SMALL + STAGE + 24 * CHUNK_COLUMNS  # a panel is at most 20 bytes a column
 
 
 def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
@@ -39,43 +39,42 @@ def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
                     store(target, first_lane(y))
 
 
-def pack(w, stride, rows, first, last, step, panels, scratch):
-    """Blocks [first, last) of up to 16 rows at w into PANELS panels, `step` bytes apart."""
-    for p in range(PANELS):
+def pack(w, stride, rows, first, last, panel, scratch):
+    """Blocks [first, last) of up to 16 rows at w into a panel, eight rows at a time."""
+    for p in range(2):
         start = min(8 * p, rows - 1)
         valid = min(rows - start, 8) - 1
-        row, target = w + start * stride, panels + p * step
+        row, target = w + start * stride, panel + p * (LINE // 2)
         for i in range(first, last):
             pack_block(row + i * BYTES, stride, valid, target, scratch)
             target += PANEL_BLOCK
 
 
-def tile_tokens(panels, step, first, last, n, records, tokens, stage):
-    """Adds the products of the panels with every record to stage [tokens][16]."""
+def tile_tokens(panel, first, last, n, records, tokens, stage):
+    """Adds the products of the panel with every record to stage [tokens][16]."""
     for t in range(0, tokens, TOKENS):
         y0 = load_intp(records + 8 * t)
         y1 = load_intp(records + 8 * min(t + 1, tokens - 1))
         y2 = load_intp(records + 8 * min(t + 2, tokens - 1))
         y3 = load_intp(records + 8 * min(t + 3, tokens - 1))
         acc = load_tile(stage + 64 * t)
-        w = panels
+        w = panel
         for i in range(first, last):
-            acc = tile_block(acc, w, step, i, n, y0, y1, y2, y3)
+            acc = tile_block(acc, w, i, n, y0, y1, y2, y3)
             w += PANEL_BLOCK
         store_tile(acc, stage + 64 * t)
 
 
 def matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
-    stage, panels = scratch + SMALL, scratch + SMALL + STAGE
+    stage, panel = scratch + SMALL, scratch + SMALL + STAGE
     blocks, chunk = n // WEIGHTS, CHUNK_COLUMNS // WEIGHTS
-    step = min(blocks, chunk) * PANEL_BLOCK
     for r in range(r0, r1, 16):
         for i in range(0, 64 * ((tokens + TOKENS - 1) // TOKENS * TOKENS), 32):
             store(stage + i, zero_f32x8())
         for first in range(0, blocks, chunk):
             last = min(first + chunk, blocks)
-            pack(w + r * stride, stride, r1 - r, first, last, step, panels, scratch)
-            tile_tokens(panels, step, first, last, n, records, tokens, stage)
+            pack(w + r * stride, stride, r1 - r, first, last, panel, scratch)
+            tile_tokens(panel, first, last, n, records, tokens, stage)
         for t in range(tokens):
             source, target = stage + 64 * t, out + t * out_stride + 4 * r
             if r + 16 <= r1:

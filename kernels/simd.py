@@ -133,7 +133,7 @@ def _load_scalar(elem, numba_type, convert=None):
     return load
 
 
-load_i8x8, load_i8x16, load_i8x32 = (_load_vector("i8", n) for n in (8, 16, 32))
+load_i8x8, load_i8x16, load_i8x32, load_i8x64 = (_load_vector("i8", n) for n in (8, 16, 32, 64))
 load_i16x8, load_i16x16 = _load_vector("i16", 8), _load_vector("i16", 16)
 load_i32x8, load_f32x8 = _load_vector("i32", 8), _load_vector("f32", 8)
 load_u8, load_i8 = _load_scalar("i8", types.uint8), _load_scalar("i8", types.int8)
@@ -145,6 +145,17 @@ load_f16 = _load_scalar("i16", types.float32, half_to_float_ir)
 load_bf16 = _load_scalar(
     "i16", types.float32, lambda b, v: b.bitcast(b.shl(b.zext(v, I32), ir.Constant(I32, 16)), F32)
 )
+
+
+@intrinsic
+def load_twice(typing, address):
+    """i8x64: the 32 bytes at address, twice."""
+
+    def gen(context, b, sig, args):
+        half = load_ir(b, args[0], ir.VectorType(I8, 32))
+        return shuffle(b, half, [*range(32)] * 2)
+
+    return Vec("i8", 64)(types.intp), gen
 
 
 @intrinsic

@@ -4,8 +4,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from dali_gguf.kernels.lanes import merge
-from dali_gguf.kernels.simd import ELEMENTS, I32, call, inline, load_i32x8, shuffle
+from dali_gguf.kernels.lanes import merge, permutation
+from dali_gguf.kernels.simd import ELEMENTS, I32, Vec, call, inline, load_i32x8, shuffle
 
 
 def add_pairs_ir(b, x, y):
@@ -21,6 +21,17 @@ def add_pairs(typing, x, y):
         return add_pairs_ir(b, *args)
 
     return x(x, y), gen
+
+
+@intrinsic
+def fold(typing, x):
+    """The lower half of x plus the upper one."""
+
+    def gen(context, b, sig, args):
+        half = x.n // 2
+        return b.add(shuffle(b, args[0], range(half)), shuffle(b, args[0], range(half, x.n)))
+
+    return Vec(x.elem, x.n // 2)(x), gen
 
 
 FIRST, SECOND = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
@@ -45,6 +56,17 @@ def sum_scratch(a):
     v2 = add_pairs(load_i32x8(a + 128), load_i32x8(a + 160))
     v3 = add_pairs(load_i32x8(a + 192), load_i32x8(a + 224))
     return add_halves(add_pairs(v0, v1), add_pairs(v2, v3))
+
+
+in_order = permutation([0, 4, 1, 5, 2, 6, 3, 7])
+
+
+@inline
+def sum_quads(a):
+    """Lane r of the result = sum of the lanes of the r-th of eight i32x4 at an address."""
+    v0 = add_pairs(load_i32x8(a), load_i32x8(a + 32))
+    v1 = add_pairs(load_i32x8(a + 64), load_i32x8(a + 96))
+    return in_order(add_pairs(v0, v1))
 
 
 @intrinsic
