@@ -5,7 +5,7 @@ A type gives, for the block at p,
     codes64(p, j) -> i8x64: codes of weights 64j .. 64j+63; where PAIRED, those of the j-th 64 of the
         record's second copy of q. quarter(s, j) -> i16x32: their scales, of s = scales_of(p)
     scales16(p) -> i16x16: the integer scale of each 16 weights (in pairs where it covers 32)
-    mins16(p)   -> i16x16: the integer minimum of each 16 weights; where codes are SIGNED, 128 scales
+    mins16(p)   -> i16x16: the integer minimum of each 16 weights
     spread(p)   -> i16x16: scales16 with the even ones first, then the odd ones
     min_dot(p, sums, sums32) -> i32x4 whose lanes sum to msum (where MIN == FLOAT_MIN)
 and says where its halves lie: D_AT, M_AT (dmin, where MIN == FLOAT_MIN);
@@ -18,7 +18,8 @@ Blocks are added in order: the same bits on every path. Templates, as in blocks3
 
 import numpy as np
 
-from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
+from dali_gguf.kernels.dots import dot_four, madd, pair_dot_s, pair_dot_u, times_pairs
+from dali_gguf.kernels.isa import WIDE
 from dali_gguf.kernels.lanes import (
     concat, first_lane, gather_i16x8, gather_i32x8, half_to_float,
     narrow_i16, permutation, to_f32, transpose8, zero_f32x8,
@@ -28,8 +29,8 @@ from dali_gguf.kernels.panel import (
 )
 from dali_gguf.kernels.quantize import pairs_at
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x32, load_i8x64, load_i16, load_i16x16, prefetch,
-    splat_f32x8, splat_i8x32, store, v_add, v_fma, v_fmul, v_fsub, v_shr, v_sub, v_xor,
+    load_f32, load_i8, load_i8x32, load_i8x64, load_i16, load_i16x16, load_u8, prefetch,
+    splat_f32x8, store, v_add, v_fma, v_fmul, v_fsub, v_shr, v_sub,
 )
 from dali_gguf.kernels.sums import fold, sum_quads, sum_scratch
 
@@ -53,10 +54,17 @@ def mins8(p, stride):
     return half_to_float(gather_i16x8(p + M_AT, stride))
 
 
-def scaled(p, j, q, scale):
+def scaled(packed, q, scale):
+    """i32 lanes whose sum is that of scale * code * q; scale: i16 pairs."""
     if SIGNED:
-        return madd(pair_dot_s(codes(p, j), load_i8x32(q + 32 * j)), scale)
-    return madd(pair_dot_u(codes(p, j), load_i8x32(q + 32 * j)), scale)
+        return madd(pair_dot_s(packed, q), scale)
+    if MAX_CODE > 128:  # sums of two would not fit an i16
+        return times_pairs(dot_four(packed, q), scale)
+    return madd(pair_dot_u(packed, q), scale)
+
+
+def scaled32(p, j, q, scale):
+    return scaled(codes(p, j), load_i8x32(q + 32 * j), scale)
 
 
 def codes64(p, j):
@@ -78,7 +86,7 @@ def quarter(s, j):
 
 
 def scaled64(p, j, q, s):
-    return madd(pair_dot_u(codes64(p, j), load_i8x64(q + 64 * j)), quarter(s, j))
+    return scaled(codes64(p, j), load_i8x64(q + 64 * j), quarter(s, j))
 
 
 def dot(p, q, sums):
@@ -91,10 +99,10 @@ def dot(p, q, sums):
             return v_sub(fold(two), madd(mins16(p), load_i16x16(sums)))
         return fold(two)
     s = spread(p)
-    acc = v_add(scaled(p, 0, q, lane0(s)), scaled(p, 1, q, lane1(s)))
-    acc = v_add(acc, v_add(scaled(p, 2, q, lane2(s)), scaled(p, 3, q, lane3(s))))
-    acc = v_add(acc, v_add(scaled(p, 4, q, lane4(s)), scaled(p, 5, q, lane5(s))))
-    acc = v_add(acc, v_add(scaled(p, 6, q, lane6(s)), scaled(p, 7, q, lane7(s))))
+    acc = v_add(scaled32(p, 0, q, lane0(s)), scaled32(p, 1, q, lane1(s)))
+    acc = v_add(acc, v_add(scaled32(p, 2, q, lane2(s)), scaled32(p, 3, q, lane3(s))))
+    acc = v_add(acc, v_add(scaled32(p, 4, q, lane4(s)), scaled32(p, 5, q, lane5(s))))
+    acc = v_add(acc, v_add(scaled32(p, 6, q, lane6(s)), scaled32(p, 7, q, lane7(s))))
     if MIN == INT_MIN:
         acc = v_sub(acc, madd(mins16(p), load_i16x16(sums)))
     return acc
@@ -143,10 +151,7 @@ def pack_block(p, stride, last, target, scratch):
     """The block at p of 8 rows (rows after `last` repeat it) to half the lines of a panel block."""
     for j in range(8):
         for r in range(8):
-            packed = codes(p + min(r, last) * stride, j)
-            if SHIFTED:
-                packed = v_xor(packed, splat_i8x32(np.uint8(128)))
-            store(scratch + 32 * r, packed)
+            store(scratch + 32 * r, codes(p + min(r, last) * stride, j))
         transpose8(scratch, 32, target + 8 * LINE * j, LINE)
     scales, mins, halves = target + SCALES, target + MINS, target + MINS + 8 * LINE
     for r in range(8):
@@ -172,7 +177,7 @@ def tile_block(acc, w, i, n, y0, y1, y2, y3):
         q, at = 256 * i + SUB * j, w + SUB // 4 * LINE * j
         total = tile(total, at, w + SCALES + LINE * j, y0 + q, y1 + q, y2 + q, y3 + q)
     d, s, halves = n + 4 * i, n + n // 64 + 32 * i, w + MINS + 8 * LINE
-    if MIN == INT_MIN or SHIFTED:
+    if MIN == INT_MIN:
         low = tile_sums(zero_tile(), w + MINS, y0 + s, y1 + s, y2 + s, y3 + s)
         total = tile_subtract(total, low)
     acc = add_scaled(acc, total, halves, y0 + d, y1 + d, y2 + d, y3 + d)
@@ -195,7 +200,8 @@ def expand(p, n, out, scratch):
             if k % 32 == 0:
                 store(scratch + 64, codes(block, k // 32))
             product = np.int32(load_i16(scratch + 2 * (k // 16)))
-            product *= np.int32(load_i8(scratch + 64 + k % 32))
+            at = scratch + 64 + k % 32
+            product *= np.int32(load_i8(at)) if SIGNED else np.int32(load_u8(at))
             low = np.int32(load_i16(scratch + 32 + 2 * (k // 16)))
             if MIN == INT_MIN:
                 value = d * np.float32(product - low)
@@ -208,5 +214,5 @@ def expand(p, n, out, scratch):
 
 PAIRED = False
 PANEL_BLOCK = 90 * LINE
-INLINE = (scales8, mins8, scaled, codes64, scales_of, quarter, scaled64)
+INLINE = (scales8, mins8, scaled, scaled32, codes64, scales_of, quarter, scaled64)
 ONCE = (dot, eight_rows, pack_block, tile_block)

@@ -14,15 +14,15 @@ and with add_first and add_second, which add neighbouring lanes of sums (as i16 
 
 import numpy as np
 
-from dali_gguf.kernels.dots import madd, pair_dot_s, pair_dot_u
+from dali_gguf.kernels.dots import add_dot_four, dot_four, madd, pair_dot_s, pair_dot_u
+from dali_gguf.kernels.isa import VNNI
 from dali_gguf.kernels.lanes import (
     concat, first_lane, gather_i16x8, half_to_float, high_nibbles, low_nibbles, nibbles,
     ones_i16x16, to_f32, transpose8, zero_f32x8,
 )
 from dali_gguf.kernels.panel import LINE, add_scaled, tile_splat, zero_tile
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, prefetch, splat_f32x8, splat_i8x32,
-    splat_i32x8, store,    v_add, v_fma, v_fmul, v_sub, v_xor,
+    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, load_u8, prefetch, splat_f32x8, splat_i32x8, store,    v_add, v_fma, v_fmul, v_sub,
 )
 from dali_gguf.kernels.sums import add_halves, first_halves, second_halves
 
@@ -43,7 +43,7 @@ def dot(p, q):
     """i32x8 whose lanes sum to codes . q of one block."""
     if SIGNED:
         return madd(pair_dot_s(codes(p), load_i8x32(q)), ones_i16x16())
-    return madd(pair_dot_u(codes(p), load_i8x32(q)), ones_i16x16())
+    return dot_four(codes(p), load_i8x32(q))
 
 
 def pair_dot(p, low, high):
@@ -51,6 +51,8 @@ def pair_dot(p, low, high):
     second's. low, high: the q that meet the low and the high nibbles of both."""
     packed = concat(load_i8x16(p + NIBBLES), load_i8x16(p + BYTES + NIBBLES))
     first, second = code(low_nibbles(packed)), code(high_nibbles(packed))
+    if VNNI:
+        return add_dot_four(dot_four(first, low), second, high)
     if SIGNED:
         one = ones_i16x16()
         return v_add(madd(pair_dot_s(first, low), one), madd(pair_dot_s(second, high), one))
@@ -127,10 +129,7 @@ def pack_block(p, stride, last, target, scratch):
     """The block at p of 8 rows (rows after `last` repeat it) to half the lines of a panel block."""
     for r in range(8):
         row = p + min(r, last) * stride
-        if SHIFTED:
-            store(scratch + 32 * r, v_xor(codes(row), splat_i8x32(np.uint8(128))))
-        else:
-            store(scratch + 32 * r, codes(row))
+        store(scratch + 32 * r, codes(row))
         store(target + 8 * LINE + 4 * r, first_lane(scales8(row, 0)))
         if HAS_MIN:
             store(target + 9 * LINE + 4 * r, first_lane(mins8(row, 0)))
@@ -142,9 +141,8 @@ def tile_block(acc, w, i, n, y0, y1, y2, y3):
     d = n + 4 * i
     s = d + n // 8
     total = zero_tile()
-    if OFFSET or SHIFTED:
-        offset = np.int32(128 if SHIFTED else OFFSET)
-        total = tile_splat(y0 + s, y1 + s, y2 + s, y3 + s, -offset)
+    if OFFSET:
+        total = tile_splat(y0 + s, y1 + s, y2 + s, y3 + s, -np.int32(OFFSET))
     total = tile(total, w, 0, y0 + 32 * i, y1 + 32 * i, y2 + 32 * i, y3 + 32 * i)
     acc = add_scaled(acc, total, w + 8 * LINE, y0 + d, y1 + d, y2 + d, y3 + d)
     if HAS_MIN:
@@ -162,8 +160,8 @@ def expand(p, n, out, scratch):
             low = first_lane(mins8(block, 0))
         store(scratch, codes(block))
         for k in range(32):
-            code = np.int32(load_i8(scratch + k)) - np.int32(OFFSET)
-            store(out + 128 * i + 4 * k, scale * np.float32(code) + low)
+            code = np.int32(load_i8(scratch + k)) if SIGNED else np.int32(load_u8(scratch + k))
+            store(out + 128 * i + 4 * k, scale * np.float32(code - np.int32(OFFSET)) + low)
 
 
 PANEL_BLOCK = 10 * LINE

@@ -65,13 +65,34 @@ def pair_dot_s(typing, w, s):
 
 
 @intrinsic
-def dot_four(typing, acc, u, s):
-    """acc + four neighbouring products each, in i32 lanes. u in 0..127 (any byte with VNNI)."""
+def dot_four(typing, u, s):
+    """Four neighbouring products each, in i32 lanes. u in 0..127 (any byte with VNNI)."""
+
+    def gen(context, b, sig, args):
+        return dot_four_ir(b, ir.Constant(sig.return_type.ir, [0] * (u.n // 4)), *args)
+
+    return Vec("i32", u.n // 4)(u, s), gen
+
+
+@intrinsic
+def add_dot_four(typing, acc, u, s):
+    """acc + dot_four(u, s)."""
 
     def gen(context, b, sig, args):
         return dot_four_ir(b, *args)
 
     return acc(acc, u, s), gen
+
+
+@intrinsic
+def times_pairs(typing, x, pairs):
+    """i32 lanes times the i16 that a pair holds twice."""
+
+    def gen(context, b, sig, args):
+        factor = b.ashr(b.bitcast(args[1], x.ir), const("i32", [16] * x.n))
+        return b.mul(args[0], factor)
+
+    return x(x, pairs), gen
 
 
 @intrinsic

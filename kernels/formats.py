@@ -13,7 +13,7 @@ from numba import cfunc, types
 
 from dali_gguf.errors import UnsupportedError
 from dali_gguf.kernels import (
-    bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, isa, iq4_xs, mxfp4, q2_k, q3_k, q4_0, q4_1,
+    bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k, q4_0, q4_1,
     q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
 )
 from dali_gguf.kernels.dots import add_small_pairs
@@ -80,21 +80,20 @@ def _namespace(fmt: Format) -> dict:
     """Globals for the copies: the templates' own, the type's, and what follows from it."""
     template = _TEMPLATES[fmt.kind]
     names = {**vars(rows), **vars(template), **vars(fmt.module)}
-    names["WIDE"] = isa.WIDE and fmt.kind == QK and not fmt.module.SIGNED
     names["WEIGHTS"] = {FLOAT: 1, Q8: 32, QK: 256}[fmt.kind]
-    if fmt.kind != FLOAT:
-        names["SHIFTED"] = isa.VNNI and fmt.module.SIGNED  # panels keep the codes plus 128
-        if fmt.kind == QK:
-            names["SCALES"] = 64 * LINE
-            names["MINS"] = (64 + 256 // fmt.module.SUB) * LINE
-        sub = 32 if fmt.kind == Q8 else fmt.module.SUB
-        widen_after = max(1, min(sub // 4, 32767 // (2 * 127 * fmt.module.MAX_CODE)))
-        names["tile"] = tile_dot(sub, fmt.module.SIGNED, widen_after, fmt.kind == QK)
-    if fmt.kind == Q8:
+    if fmt.kind == FLOAT:
+        return names
+    sub = 32
+    if fmt.kind == QK:
+        sub = fmt.module.SUB
+        names["SCALES"], names["MINS"] = 64 * LINE, (64 + 256 // sub) * LINE
+    else:
         lane = 127 * fmt.module.MAX_CODE * (8 if fmt.module.NIBBLES else 4)  # largest sum of a lane
         names["add_first"], names["add_second"] = (
             add_small_pairs if most <= 32767 else add_pairs for most in (lane, 2 * lane)
         )
+    widen_after = max(1, min(sub // 4, 32767 // (2 * 127 * fmt.module.MAX_CODE)))
+    names["tile"] = tile_dot(sub, fmt.module.SIGNED, widen_after, fmt.kind == QK)
     return names
 
 

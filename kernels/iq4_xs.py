@@ -1,22 +1,22 @@
 """IQ4_XS: 256 weights in 136 bytes: d half, high scale bits uint16, 4 bytes of low scale bits, nibbles.
 
-weight = d * (scale - 32) * table[q] with IQ4_NL's table, one 6-bit scale for 32 weights.
+weight = d * (scale - 32) * table[q] with IQ4_NL's table, one 6-bit scale for 32 weights. With VNNI,
+whose products take bytes without sign, codes are the table's values + 128.
 """
 
 import numpy as np
 
-from dali_gguf.kernels.blocks256 import NO_MIN
-from dali_gguf.kernels.iq4_nl import TABLE
-from dali_gguf.kernels.lanes import bytes_of_u64, even_then_odd, lookup, nibbles, sign_extend_i16
+from dali_gguf.kernels.blocks256 import INT_MIN, NO_MIN
+from dali_gguf.kernels.iq4_nl import TABLE, code
+from dali_gguf.kernels.isa import VNNI
+from dali_gguf.kernels.lanes import bytes_of_u64, even_then_odd, nibbles, sign_extend_i16
 from dali_gguf.kernels.q4_k import twice
 from dali_gguf.kernels.simd import (
     inline, load_i8x16, load_u16, load_u32, splat_i16x16, v_shl, v_sub,
 )
 
-BYTES, SIGNED, MAX_CODE, SUB, MIN = 136, True, 128, 32, NO_MIN
-D_AT = 0
-
-_table = lookup(TABLE)
+BYTES, SUB, D_AT = 136, 32, 0
+SIGNED, MAX_CODE, MIN = (False, 241, INT_MIN) if VNNI else (True, 128, NO_MIN)
 
 
 def reference(blocks):
@@ -32,7 +32,7 @@ def reference(blocks):
 
 @inline
 def codes(p, j):
-    return _table(nibbles(load_i8x16(p + 8 + 16 * j)))
+    return code(nibbles(load_i8x16(p + 8 + 16 * j)))
 
 
 @inline

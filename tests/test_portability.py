@@ -1,4 +1,5 @@
-"""Plain LLVM vectors (what other processors get) give the same bits as this processor's instructions.
+"""Every set of instructions, down to plain LLVM vectors (what other processors get), gives the same
+bits as this processor's best.
 
 A process of its own, since the choice is made once, at import.
 """
@@ -30,7 +31,7 @@ out.append(device.swiglu(x, x[::-1].copy()))
 np.savez(sys.argv[1], *out)
 print(isa.NAME)
 """
-TYPES = ["F16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K"]
+TYPES = ["F16", "Q8_0", "Q4_0", "MXFP4", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 
 
 def outputs(tmp_path: Path, isa: str) -> tuple[str, list[np.ndarray]]:
@@ -43,12 +44,18 @@ def outputs(tmp_path: Path, isa: str) -> tuple[str, list[np.ndarray]]:
         return done.stdout.strip(), [arrays[name] for name in arrays.files]
 
 
-def test_generic_vectors_give_the_same_bits(tmp_path):
-    native, expected = outputs(tmp_path, "")
-    generic, found = outputs(tmp_path, "generic")
-    assert generic == "generic"
-    if native == "generic":
-        pytest.skip("this processor runs the generic path anyway")
+@pytest.fixture(scope="module")
+def native(tmp_path_factory) -> tuple[str, list[np.ndarray]]:
+    return outputs(tmp_path_factory.mktemp("native"), "")
+
+
+@pytest.mark.parametrize("level", ["generic", "avx2", "vnni"])
+def test_fewer_instructions_give_the_same_bits(level, native, tmp_path):
+    best, expected = native
+    used, found = outputs(tmp_path, level)
+    if used == best:
+        pytest.skip(f"this processor's best is {best}")
+    assert used == level
     assert len(found) == 2 * len(TYPES) + 1
     for a, b in zip(expected, found):
         assert np.isfinite(a).all() and (a == b).all()
