@@ -116,9 +116,10 @@ class Runner:
         self.n_batch = n_batch
         load = devices.Load(1024, 1, n_batch, "f16")
         options = GpuOptions(**policies)
-        self.device, self.tier = devices.open_device(
+        self.tier = devices.plan_gpu(
             spec, threads, options, self.file.tensors, self.config, load
         )
+        self.device = devices.open_device(spec, threads, self.tier)
         self.model = models.load_model(self.file, self.config, self.device)
         if self.tier is None:
             self.scheduler = devices.Scheduler(self.device, self.model.experts, self.model.routers)

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             1,
             args.batch_size,
             args.kv_type,
+            card,
         )
         print(
             f"main memory {memory.line()}; KV cache {show_size(memory.demand.kv)}, weights outside "

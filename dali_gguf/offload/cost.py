@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-KINDS = ("cpu", "gpu", "copy")
+KINDS = ("cpu", "gpu", "copy", "disk")
 GAIN = 0.1  # weight of one observation in the running correction
 LARGEST_STEP = 2.0  # an observation moves a correction as if it were off by 2x at most (outliers)
 
@@ -82,10 +82,16 @@ class CostModel:
 
     def observe(self, kind: str, w, us: float) -> None:
         """One measured time. cpu, gpu: w int64 [n] = tokens of each expert computed, us = time of
-        the whole part (the fixed cost included for cpu). copy: w = number of copies."""
-        if kind == "copy":
-            ratio = us / (self.copy_us * w)
-            self.copy_us *= min(max(ratio, 1 / LARGEST_STEP), LARGEST_STEP) ** GAIN
+        the whole part (the fixed cost included for cpu). copy, disk: w = number of copies, of
+        experts read. The first time of the disk is taken as it is, if nothing is known."""
+        if kind == "disk" and self.t_disk == 0:
+            self.t_disk, ratio = us / w, 1.0
+            self._rebuild()
+        elif kind in ("copy", "disk"):
+            name = "copy_us" if kind == "copy" else "t_disk"
+            ratio = us / (getattr(self, name) * w)
+            bounded = min(max(ratio, 1 / LARGEST_STEP), LARGEST_STEP)
+            setattr(self, name, getattr(self, name) * bounded**GAIN)
         else:
             side = KINDS.index(kind)
             net = us - self.h_cpu if kind == "cpu" else us

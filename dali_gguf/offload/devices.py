@@ -13,25 +13,29 @@ from dali_gguf.tensor import Tensor
 NAMES = "auto, cpu, cuda, cuda:0.., cpu-torch"
 
 
-def open_device(
+def plan_gpu(
     spec: str | Device,
     threads: int | None,
     options: GpuOptions,
     tensors: dict[str, Tensor],
     config: ModelConfig,
     load: Load,
-) -> "tuple[Device, GpuTier | None]":
-    """The device of a model, and the tier that makes its scheduler (None: the CPU alone).
+) -> GpuTier | None:
+    """What of a model goes into GPU memory, and who makes its scheduler. None: the CPU alone.
 
-    No GPU, no torch, or too little GPU memory: says so in one line and gives the CPU. InputError
-    for a device that is not known or a card that is not there."""
-    if not isinstance(spec, str):
-        return spec, None
-    device = find(spec)
-    tier = None if device is None else GpuTier.plan(device, threads, options, tensors, config, load)
-    if tier is None:
-        return cpu_device(threads), None
-    return tier.device, tier
+    No GPU, no torch, or too little GPU memory: says so in one line. InputError for a device that is
+    not known or a card that is not there."""
+    device = find(spec) if isinstance(spec, str) else None
+    if device is None:
+        return None
+    return GpuTier.plan(device, threads, options, tensors, config, load)
+
+
+def open_device(spec: str | Device, threads: int | None, tier: GpuTier | None) -> Device:
+    """The tier's device, else the one that was handed in, else the CPU."""
+    if tier is not None:
+        return tier.device
+    return cpu_device(threads) if isinstance(spec, str) else spec
 
 
 def find(spec: str):

@@ -14,6 +14,7 @@ from dali_gguf.offload.cache import ExpertCache, Swap
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.gpu_slots import NOWHERE, GpuSlots
 from dali_gguf.offload.hybrid_counters import HybridCounters
+from dali_gguf.offload.ram_tier import RamTier
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import DEMAND, DROPPED, FILL, PREFETCH, Copy, Link
 from dali_gguf.routing import LayerExperts
@@ -32,10 +33,13 @@ class Traffic:
         experts: dict[int, LayerExperts],
         layers: list[int],
         counters: HybridCounters,
+        ram: RamTier | None = None,
     ):
+        """ram: where experts come from that are in neither slots nor the mapped file."""
+        self.ram = ram
         self.device, self.slots, self.cache, self.counters = device, slots, cache, counters
         self.experts, self.layers = experts, layers
-        self.link = Link(device.device)
+        self.link = Link(device.device, None if ram is None else ram.staging)
         self.coming: list[dict[int, Copy]] = [{} for _ in layers]  # by expert, not yet resident
         self._swaps: dict[int, Swap] = {}  # fills under way, by id of their copy
         self._done: list[list[Copy]] = [[] for _ in layers]  # used in this step, in spare slots
@@ -79,7 +83,8 @@ class Traffic:
     def _copy(self, row: int, expert: int, offset: int, kind: str, free) -> Copy:
         tensors = self.experts[self.layers[row]].matrices(expert)
         parts = [(t.data, place) for t, place in zip(tensors, self.slots.parts(row, offset))]
-        return Copy(row, expert, offset, kind, parts, free)
+        key = -1 if self.ram is None else self.ram.key(self.layers[row], expert)
+        return Copy(row, expert, offset, kind, parts, free, key)
 
     def _start(self, row: int, experts: Sequence[int], kind: str, leave: int) -> list[Copy]:
         """Copies for as many of these experts as there are slots, less `leave`."""
@@ -103,6 +108,13 @@ class Traffic:
         here = self.cache.resident[row].copy()
         here[list(self.coming[row])] = 1
         return here
+
+    def out_of_reach(self, row: int) -> np.ndarray:
+        """uint8 [E]: no experts for guesses: near, or on disk. Guesses and fills are copied from
+        RAM only, and never take disk time from the steps: what is used often comes to RAM, or to
+        the GPU by a demanded copy, anyway."""
+        near = self.near(row)
+        return near if self.ram is None else near | ~self.ram.holds(self.layers[row])
 
     def here(self, row: int, workload: np.ndarray) -> np.ndarray:
         """uint8 [E]: what this step may compute on the device without a new copy. Guesses are
@@ -219,6 +231,9 @@ class Traffic:
 
     def fill(self, row: int, swaps: list[Swap]) -> None:
         swaps = [s for s in swaps if s.load not in self.coming[row]]
+        if self.ram is not None:
+            in_ram = self.ram.holds(self.layers[row])
+            swaps = [s for s in swaps if in_ram[s.load]]
         for swap, copy in zip(swaps, self._start(row, [s.load for s in swaps], FILL, KEEP_FREE)):
             self.coming[row][copy.expert] = copy
             self._swaps[id(copy)] = swap
@@ -243,17 +258,20 @@ class Traffic:
                     self._give(copy, None)
 
     def new_copy_times(self) -> list[float]:
-        """Microseconds of the copies that ended since the last call."""
+        """Microseconds of the copies from RAM that ended since the last call."""
         if not self._timed:
             return []
         ended = [c for c in self._timed if self.link.arrived(c)]
         self._timed = [c for c in self._timed if c.state != DROPPED and c not in ended]
         for copy in ended:
             self.counters.add(copy.row, "link_us", copy.us)
-        return [copy.us for copy in ended if copy.us > 0]
+            self.counters.add(copy.row, "from_disk" if copy.from_disk else "from_ram")
+        return [copy.us for copy in ended if copy.us > 0 and not copy.from_disk]
 
     def _give(self, copy: Copy, event) -> None:
         self.slots.give(copy.row, copy.offset, event)
 
     def close(self) -> None:
         self.link.close()
+        if self.ram is not None:
+            self.ram.close()

@@ -9,6 +9,7 @@ FIELDS = (
     "steps", "uses", "hits", "misses", "tokens", "tokens_hit", "on_cpu", "on_gpu", "copied",
     "predicted_us", "real_us", "plan_us", "prefetched", "useful", "late", "wasted", "fills",
     "adopted", "bytes", "cpu_us", "gpu_us", "link_us", "cpu_waits_us", "gpu_waits_us",
+    "from_ram", "from_disk",
 )  # fmt: skip
 
 
@@ -92,6 +93,8 @@ class HybridCounters:
             f"token), {n['bytes'] / 1e6:.0f} MB moved, {n['copied']:.0f} copied, prefetch "
             f"{n['useful']:.0f} useful {n['late']:.0f} late {n['wasted']:.0f} wasted"
         )
+        if n["from_disk"]:
+            line += f", copies {n['from_ram']:.0f} from RAM {n['from_disk']:.0f} from disk"
         return line + ("" if n["fills"] + n["adopted"] else ", the expert cache never acted")
 
     def table(self) -> str:
@@ -120,6 +123,7 @@ COLUMNS = (  # heading, width, how its value is shown
     ("on GPU", 8, _count("on_gpu")),
     ("copied", 8, _count("copied")),
     ("useful/late/wasted", 20, lambda n: f"{n['useful']:.0f}/{n['late']:.0f}/{n['wasted']:.0f}"),
+    ("from RAM/disk", 15, lambda n: f"{n['from_ram']:.0f}/{n['from_disk']:.0f}"),
     ("MB moved", 10, lambda n: f"{n['bytes'] / 1e6:.1f}"),
     ("CPU ms", 9, _ms("cpu_us")),
     ("GPU ms", 9, _ms("gpu_us")),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dali_gguf.device import Array, Device
+from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.offload.cache import ExpertCache
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.cpu_part import CpuPart
@@ -25,6 +26,7 @@ from dali_gguf.offload.hybrid_counters import HybridCounters
 from dali_gguf.offload.pays import RECENT, Pays
 from dali_gguf.offload.placement import LayerPlan, Planner
 from dali_gguf.offload.prefetch import Predictor
+from dali_gguf.offload.ram_tier import RamTier
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.torch_device import TorchDevice
@@ -63,7 +65,9 @@ class HybridScheduler(Scheduler):
         costs: CostModel,
         choices: Choices = Choices(),
         known: RunCounts | None = None,
+        ram: RamTier | None = None,
     ):
+        """ram: of a model larger than main memory; None: the experts' bytes are mapped."""
         super().__init__(device, experts, routers)
         self.layers = sorted(experts)
         self.row = {layer: row for row, layer in enumerate(self.layers)}
@@ -74,7 +78,8 @@ class HybridScheduler(Scheduler):
         self.planner = Planner(choices.placement, n_expert)
         self.still = Planner("static-hot", n_expert)  # residents on the GPU, nothing is copied
         self.counters = HybridCounters(self.layers)
-        self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters)
+        self.ram = ram
+        self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters, ram)
         self.cpu = CpuPart(cpu)
         self.timer, self._untimed = GpuTimer(device.device), None
         self.pays = Pays(self._candidates() if choices.adapt else ())
@@ -111,8 +116,9 @@ class HybridScheduler(Scheduler):
         plan = self._plan(row, routing.workload, prefill)
         on_cpu, on_gpu, copy = plan.cpu.copy(), plan.gpu.copy(), deque(plan.copy.tolist())
         coming = self.traffic.demand(row, copy)
+        arriving = None if self.ram is None else self.ram.need(layer, routing, on_cpu, plan.copy)
         if on_cpu.size:
-            self.cpu.start(host, routing, self.experts[layer], on_cpu)
+            self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
         self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
         y = self._gpu_part(row, h, routing, on_gpu, coming, copy)
         at_once = self.model.costs.r > FREE_LINK
@@ -132,7 +138,7 @@ class HybridScheduler(Scheduler):
         """Waits for the CPU and adds its output. workload [n]: of its experts."""
         result = self.cpu.result()
         self._untimed = (*self._untimed[:2], result.us)
-        self.model.observe("cpu", workload, result.us)
+        self.model.observe("cpu", workload, result.us - result.waited_us)
         y_cpu = self.device.from_host(result.y)
         return y_cpu if y is None else y + y_cpu
 
@@ -148,6 +154,9 @@ class HybridScheduler(Scheduler):
             if self.cold and self._prompted and not prefill:
                 self.cold = False
                 self.traffic.reseat()
+            if self.ram is not None:
+                known = not self.cold or (self._step_tokens > 0 and not prefill)
+                self.ram.before_step(self.model, self.cache if known else None)
             self._step_began, self._step_tokens = now, tokens
         elif tokens == self._step_tokens:
             self.gap.observe((now - self._left) * 1e6, prefill)
@@ -161,7 +170,8 @@ class HybridScheduler(Scheduler):
         margin = self.model.margin() if self._uses("moves") else NEVER
         planner = self.planner if copies or not missing else self.still
         busy = self.traffic.busy_us(self.model)
-        plan = planner.plan(workload, here, self.model.costs, busy, margin)
+        in_ram = None if self.ram is None else self.ram.arena.resident(self.layers[row])
+        plan = planner.plan(workload, here, self.model.costs, busy, margin, in_ram)
         self.counters.planned(row, len(plan.cpu), len(plan.gpu), len(plan.copy), plan.predicted_us)
         return plan
 
@@ -234,7 +244,7 @@ class HybridScheduler(Scheduler):
         later: list[Callable[[], None]] = []
         room, guesses = self.gap.room(prefill, costs) - self.traffic.link.waiting(), []
         if prefill or self._uses("prefetch"):
-            guesses = self.guesser.guess(row, host, prefill, room, self.traffic.near, costs)
+            guesses = self.guesser.guess(row, host, prefill, room, self.traffic.out_of_reach, costs)
         if guesses:
             later.append(lambda: self.traffic.prefetch(row + 1, guesses))
         fills = [s for s in swaps if not s.adopted]
@@ -245,16 +255,6 @@ class HybridScheduler(Scheduler):
         for start in later:
             start()
         return []
-
-    def _means(self) -> np.ndarray:
-        """float32 [L - 1, D] to keep: of this run, or of earlier ones."""
-        means = self.guesser.means()
-        if means is None:
-            means = self.known.means
-        if means is None:
-            width = self.experts[self.layers[0]].gate[0].cols
-            means = np.zeros((len(self.layers) - 1, width), np.float32)
-        return means
 
     # ---- the rest of the seam --------------------------------------------------------------
 
@@ -281,10 +281,13 @@ class HybridScheduler(Scheduler):
     def table(self) -> str:
         return self.counters.table()
 
+    def disk_stats(self) -> ArenaStats | None:
+        return None if self.ram is None else self.ram.arena.stats()
+
     def close(self) -> None:
-        self.traffic.close()
         self.cpu.close()
+        self.traffic.close()
         if self.known is not None:
-            self.known.save(self._means(), self._n_used)
+            self.known.save(self.guesser.means(), self._n_used)
         if self.verifier is not None and self.verifier.failed:
             print(f"dali-gguf: {self.verifier.line()}", file=sys.stderr)

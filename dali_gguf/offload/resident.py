@@ -4,6 +4,7 @@ Faults on mapped dense weights would drag neighbouring experts into the page cac
 window is up to 16 MiB), and a file that shrinks would end the process with SIGBUS.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from dali_gguf.offload.direct_io import Memory, ModelFile, page_floor, page_span
 from dali_gguf.offload.read_queue import Read, ReadQueue
+from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
 PIECE = 4 << 20  # large tensors are read by several threads at once
@@ -68,3 +70,16 @@ class ResidentWeights:
         self._queue.close()
         for file in self._files.values():
             file.close()
+
+
+def read_experts(experts: LayerExperts, ids: Sequence[int]) -> LayerExperts:
+    """A layer with these experts only, in memory of their own. Raises ModelFileError."""
+    roles = {role: [getattr(experts, role)[e] for e in ids] for role in ("gate", "up", "down")}
+    read = ResidentWeights({t.name: t for tensors in roles.values() for t in tensors})
+    read.wait()
+    matrices = {role: tuple(read.tensors[t.name] for t in roles[role]) for role in roles}
+    biases = {
+        name: None if getattr(experts, name) is None else getattr(experts, name)[list(ids)]
+        for name in ("gate_bias", "up_bias", "down_bias")
+    }
+    return replace(experts, **matrices, **biases)

@@ -28,7 +28,8 @@ SCORE_BYTES = 64 << 20  # most memory one block of attention scores may take
 @dataclass(frozen=True, slots=True, eq=False)
 class VramPlan:
     """Bytes by use. slots int64 [L]: resident experts of each layer with experts. spare: slots of
-    each size besides. expert_bytes: all slots together; wanted: bytes of all experts."""
+    each size besides. expert_bytes: all slots together, resident_bytes: without the spare ones;
+    wanted: bytes of all experts."""
 
     room: int
     dense: int
@@ -37,6 +38,7 @@ class VramPlan:
     slots: np.ndarray
     spare: int
     expert_bytes: int
+    resident_bytes: int
     wanted: int
 
     @property
@@ -74,8 +76,9 @@ def plan_vram(
     else:
         spare = min(SPARE, int(left // SPARE_SHARE // max(1, sizes.sum())))
         slots = _even(left - spare * int(sizes.sum()), slot_bytes, n_expert)
-    taken = int((slots * slot_bytes).sum()) + spare * int(sizes.sum())
-    return VramPlan(room, dense, kv, scratch, slots, spare, taken, wanted)
+    resident = int((slots * slot_bytes).sum())
+    taken = resident + spare * int(sizes.sum())
+    return VramPlan(room, dense, kv, scratch, slots, spare, taken, resident, wanted)
 
 
 def _even(left: int, slot_bytes: np.ndarray, n_expert: int) -> np.ndarray:
