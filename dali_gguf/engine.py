@@ -104,9 +104,11 @@ class Engine:
             self._tier = devices.plan_gpu(
                 device, threads, gpu, self.file.tensors, self.config, load
             )
+            room, on_gpu = disk_tier.room_for(ram), None
+            if self._tier is not None:
+                room, on_gpu = self._tier.room_beside(room), self._tier.plan_of
             self.memory = disk_tier.plan_model(
-                self.file, self.config, disk_tier.room_for(ram), self.n_ctx, n_seq, n_batch,
-                kv_type, None if self._tier is None else self._tier.plan_of,
+                self.file, self.config, room, self.n_ctx, n_seq, n_batch, kv_type, on_gpu
             )
             placed = disk_tier.Placement(self.memory, self.file, mmap)
             undo.callback(placed.close)

@@ -66,9 +66,10 @@ def run(args: argparse.Namespace) -> int:
             args.kv_type,
             card,
         )
+        kv = f"KV cache {show_size(memory.demand.kv)}, " if card is None else ""
         print(
-            f"main memory {memory.line()}; KV cache {show_size(memory.demand.kv)}, weights outside "
-            f"the experts {show_size(memory.demand.dense)}"
+            f"main memory {memory.line()}; {kv}weights outside the experts "
+            f"{show_size(memory.demand.dense)}"
         )
         if not config.experts.n_expert:
             print("no experts: nothing to place")

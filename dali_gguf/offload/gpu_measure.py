@@ -38,12 +38,12 @@ def known(
     profile = cost_store.load(machine, cost_store.shape_name(experts))
     if profile is not None and profile.gpu_us:
         costs = profile.model()
+    elif streamed is None:
+        costs = measure(device, cpu, experts)
     else:
-        some = experts
-        if streamed is not None:
-            few = max(TOGETHER, SAMPLE_BYTES // experts.expert_bytes())
-            some = read_experts(experts, range(min(experts.n_expert, few)))
-        costs = measure(device, cpu, some)
+        few = max(TOGETHER, SAMPLE_BYTES // experts.expert_bytes())
+        with read_experts(experts, range(min(experts.n_expert, few))) as some:
+            costs = measure(device, cpu, some)
     if streamed is not None and not costs.t_disk:
         speed = disk_forecast.measure_bandwidth(streamed)
         costs.observe("disk", 1, 1e6 * experts.expert_bytes() / speed)

@@ -12,6 +12,7 @@ from dali_gguf.device import Device
 from dali_gguf.errors import InputError, MemoryBudgetError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.offload import budget, prefetch, vram
+from dali_gguf.offload.budget import Room
 from dali_gguf.offload.cache import ExpertCache, settings
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.memory_plan import MemoryPlan
@@ -99,7 +100,7 @@ class GpuTier:
         load: Load,
     ) -> "GpuTier | None":
         """None, with a line, if not even the weights outside the experts fit."""
-        free, total = memory_of(device)
+        free, total = vram.memory_of(device)
         room, note = vram.budget(options.vram, free, total)
         if note:
             say(note)
@@ -119,6 +120,13 @@ class GpuTier:
         from dali_gguf.offload.torch_device import TorchDevice
 
         return cls(TorchDevice(device), threads, options, room, plan_of)
+
+    def room_beside(self, room: Room) -> Room:
+        """Of main memory. What stands in for GPU memory on the CPU comes from the same machine; a
+        --ram budget is for the rest."""
+        if self.device.device.type == "cuda" or room.source.startswith("--ram"):
+            return room
+        return replace(room, nbytes=max(0, room.nbytes - self.plan_of.taken))
 
     def make_scheduler(
         self,
@@ -287,13 +295,3 @@ def gpu_name(device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device)
-
-
-def memory_of(device) -> tuple[int, int]:
-    """(free, total) bytes of a torch.device; cpu-torch pretends with half of what is free."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)
-    free = budget.available().nbytes
-    return free // 2, free

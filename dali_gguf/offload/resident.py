@@ -4,7 +4,8 @@ Faults on mapped dense weights would drag neighbouring experts into the page cac
 window is up to 16 MiB), and a file that shrinks would end the process with SIGBUS.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -72,8 +73,10 @@ class ResidentWeights:
             file.close()
 
 
-def read_experts(experts: LayerExperts, ids: Sequence[int]) -> LayerExperts:
-    """A layer with these experts only, in memory of their own. Raises ModelFileError."""
+@contextmanager
+def read_experts(experts: LayerExperts, ids: Sequence[int]) -> Iterator[LayerExperts]:
+    """A layer with these experts only, in memory that is given back at the end, whoever still knows
+    it. Its number is -1: it is not the layer that devices keep tables of. Raises ModelFileError."""
     roles = {role: [getattr(experts, role)[e] for e in ids] for role in ("gate", "up", "down")}
     read = ResidentWeights({t.name: t for tensors in roles.values() for t in tensors})
     read.wait()
@@ -82,4 +85,5 @@ def read_experts(experts: LayerExperts, ids: Sequence[int]) -> LayerExperts:
         name: None if getattr(experts, name) is None else getattr(experts, name)[list(ids)]
         for name in ("gate_bias", "up_bias", "down_bias")
     }
-    return replace(experts, **matrices, **biases)
+    yield replace(experts, layer=-1, **matrices, **biases)
+    read.memory.give_back(0, read.memory.nbytes)

@@ -10,6 +10,7 @@ from dali_gguf.offload.cpu_part import CpuPart
 from dali_gguf.offload.gpu_slots import NOWHERE
 from dali_gguf.offload.resident import read_experts
 from dali_gguf.routing import LayerExperts, Routing
+from dali_gguf.tensor import Tensor
 
 TOLERANCE = 0.05  # of the largest output of the layer
 
@@ -49,10 +50,11 @@ class Verifier:
         offset = int(slots.place[row, expert])
         if offset == NOWHERE:
             return True
-        if self.ram is not None:
-            experts, expert = read_experts(experts, [expert]), 0
-        held = (part.cpu().numpy() for part in slots.parts(row, offset))
-        return all(np.array_equal(a, t.data) for a, t in zip(held, experts.matrices(expert)))
+        held = [part.cpu().numpy() for part in slots.parts(row, offset)]
+        if self.ram is None:
+            return _same(held, experts.matrices(expert))
+        with read_experts(experts, [expert]) as one:
+            return _same(held, one.matrices(0))
 
     @property
     def failed(self) -> bool:
@@ -74,3 +76,7 @@ class Verifier:
             "ok": not self.failed,
             "damaged_slots": sorted(map(list, self.damaged)),
         }
+
+
+def _same(held: list[np.ndarray], matrices: tuple[Tensor, ...]) -> bool:
+    return all(np.array_equal(a, t.data) for a, t in zip(held, matrices))

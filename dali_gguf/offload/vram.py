@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Q
 
 from dali_gguf.config import ModelConfig
 from dali_gguf.errors import InputError
-from dali_gguf.offload.budget import parse_size, show_size
+from dali_gguf.offload.budget import available, parse_size, show_size
 from dali_gguf.offload.memory_plan import demand_of
 from dali_gguf.tensor import Tensor
 
@@ -40,6 +40,10 @@ class VramPlan:
     expert_bytes: int
     resident_bytes: int
     wanted: int
+
+    @property
+    def taken(self) -> int:
+        return self.dense + self.kv + self.scratch + self.expert_bytes
 
     @property
     def fits(self) -> bool:
@@ -186,3 +190,13 @@ def budget(size: int | str | None, free: int, total: int) -> tuple[int, str | No
             f"--vram {show_size(wanted)} is more than is free; planning with {show_size(usable)}"
         )
     return wanted, None
+
+
+def memory_of(device) -> tuple[int, int]:
+    """(free, total) bytes of a torch.device; cpu-torch pretends with half of what is free."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)
+    free = available().nbytes
+    return free // 2, free
