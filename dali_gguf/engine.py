@@ -101,15 +101,9 @@ class Engine:
             self.config = models.read_config(self.file)
             self.n_ctx = context_size(n_ctx, self.config.n_ctx_train)
             load = devices.Load(self.n_ctx, n_seq, n_batch, kv_type)
-            self._tier = devices.plan_gpu(
-                device, threads, gpu, self.file.tensors, self.config, load
-            )
-            room, on_gpu = disk_tier.room_for(ram), None
-            if self._tier is not None:
-                room, on_gpu = self._tier.room_beside(room), self._tier.plan_of
-            self.memory = disk_tier.plan_model(
-                self.file, self.config, room, self.n_ctx, n_seq, n_batch, kv_type, on_gpu
-            )
+            tensors = self.file.tensors
+            self._tier = devices.plan_gpu(device, threads, gpu, tensors, self.config, load)
+            self.memory = devices.plan_memory(self._tier, ram, self.file, self.config, load)
             placed = disk_tier.Placement(self.memory, self.file, mmap)
             undo.callback(placed.close)
             self.file = placed.file

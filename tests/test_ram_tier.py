@@ -200,6 +200,9 @@ def test_a_smaller_plan_starts_the_arena_anew(path, monkeypatch, expected, capsy
         monkeypatch.setattr(engine.device, "compute", compute)
         assert tokens(engine) == expected
         assert engine.scheduler is not before and engine.scheduler.ram is not before.ram
+        for memory in (before.ram.arena.slots.memory, before.ram.staging.memory):
+            with pytest.raises(ValueError, match="released"):
+                memory.view[0]
         assert engine.scheduler.counters.total("from_disk") > 0
     assert "going on with" in capsys.readouterr().err
 
@@ -212,8 +215,8 @@ def test_what_the_gpu_holds_need_not_be_in_ram(path, monkeypatch):
 
 
 def test_the_disk_is_measured_and_corrected(path, monkeypatch):
-    costs = lambda *_: CostModel([1, 2, 4], [900, 1200, 1800], [40, 45, 50], copy_us=60)  # noqa: E731
-    monkeypatch.setattr(gpu_measure, "measure", costs)
+    costs = CostModel([1, 2, 4], [900, 1200, 1800], [40, 45, 50], copy_us=60)
+    monkeypatch.setattr(gpu_measure, "measure", lambda *_: costs)
     monkeypatch.setattr("dali_gguf.offload.disk_forecast.measure_bandwidth", lambda _: 1e3)
     with limited(path, monkeypatch) as engine:
         started = engine.scheduler.model.t_disk

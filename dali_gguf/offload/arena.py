@@ -124,8 +124,7 @@ class ExpertArena:
 
     def count_use(self, layer: int, ids: np.ndarray, workload: np.ndarray) -> None:
         """Scores experts that are computed without need(): their bytes were copied elsewhere."""
-        row = self.row[layer]
-        slot_class = self.slots.of(row)
+        row, slot_class = self.row[layer], self.slots.of(self.row[layer])
         slot_class.pool.touch(0, row * self.n_expert + ids - slot_class.first_key, workload)
 
     def hint(self, layer: int, ids: np.ndarray, next_step: bool = False,

@@ -7,7 +7,10 @@ import sys
 from dali_gguf.config import ModelConfig
 from dali_gguf.device import Device
 from dali_gguf.errors import InputError
+from dali_gguf.gguf_file import GGUFFile
+from dali_gguf.offload import disk_tier
 from dali_gguf.offload.gpu_tier import GpuOptions, GpuTier, Load, cpu_device, say
+from dali_gguf.offload.memory_plan import MemoryPlan
 from dali_gguf.tensor import Tensor
 
 NAMES = "auto, cpu, cuda, cuda:0.., cpu-torch"
@@ -36,6 +39,18 @@ def open_device(spec: str | Device, threads: int | None, tier: GpuTier | None) -
     if tier is not None:
         return tier.device
     return cpu_device(threads) if isinstance(spec, str) else spec
+
+
+def plan_memory(
+    tier: GpuTier | None, ram: int | str | None, file: GGUFFile, config: ModelConfig, load: Load
+) -> MemoryPlan:
+    """What of a model lies in main memory, beside what the tier has on the GPU. ram: the budget.
+    MemoryBudgetError, with the smallest budget that works."""
+    room, on_gpu = disk_tier.room_for(ram), None
+    if tier is not None:
+        room, on_gpu = tier.room_beside(room), tier.plan_of
+    sizes = load.n_ctx, load.n_seq, load.n_batch, load.kv_type
+    return disk_tier.plan_model(file, config, room, *sizes, on_gpu)
 
 
 def find(spec: str):

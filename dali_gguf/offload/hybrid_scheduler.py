@@ -2,7 +2,8 @@
 
 One layer: plan who computes what; copies start first; the CPU's experts run in their thread while
 the GPU computes its residents, then the copied ones as they arrive; the outputs add up. Afterwards
-the cache is told what was used, and guesses for the next layer go on the link while it idles.
+the cache is told what was used, and guesses for the next layer go on the link while it idles. A
+model larger than main memory has its other experts in an arena and on disk (ram_tier.py).
 """
 
 import sys

@@ -49,6 +49,8 @@ def threshold(
         if d:
             chosen[d - 1] = 1
         added = terms(disk, n_disk, chosen, c, g, t, t_disk)
+        if max(added[1], added[4]) >= best:
+            continue
         k, q, span = rules.threshold_after(
             miss, n_ram, res, n_res, c, g, t, link_busy, r, h_cpu, margin, added
         )
