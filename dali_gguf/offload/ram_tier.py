@@ -14,11 +14,10 @@ import numpy as np
 from dali_gguf.offload.arena import ExpertArena
 from dali_gguf.offload.cache import ExpertCache
 from dali_gguf.offload.cost import CostModel
+from dali_gguf.offload.disk_scheduler import SCAN
 from dali_gguf.offload.slots import check_arena
 from dali_gguf.offload.staging import Staging
 from dali_gguf.routing import LayerExperts, Routing
-
-SCAN = 2  # a step of T tokens is a scan (prefill) from T * A >= SCAN * E on, as in DiskScheduler
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +36,9 @@ class Arriving:
 
 
 class RamTier:
-    """nbytes: of the arena. Its methods run in the thread that calls moe, and not between `need`
-    and the end of what it gave, except `holds` and `key`. Raises MemoryBudgetError if nbytes gives
-    a layer fewer than n_used experts."""
+    """nbytes: of the arena, which keeps that size. Its methods run in the thread that calls moe, and
+    not between `need` and the end of what it gave, except `holds` and `key`. Raises
+    MemoryBudgetError if nbytes gives a layer fewer than n_used experts."""
 
     def __init__(self, experts: dict[int, LayerExperts], nbytes: int, n_used: int):
         self.arena = ExpertArena(experts, nbytes)
