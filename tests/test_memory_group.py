@@ -128,7 +128,7 @@ def test_a_gpu_beside_too_little_memory_stays_within_the_limit(tmp_path):
     write_model(path, shape, UNIFORM)
     command = [sys.executable, "-c", GPU_CHILD, str(path)]
     free = subprocess.run(command, capture_output=True, text=True, check=True)
-    with MemoryGroup("gpu", 850 << 20) as group:
+    with MemoryGroup("gpu", 680 << 20) as group:
         done = group.run([*command, "200M"], capture_output=True, text=True)
         assert done.returncode == 0, (done.returncode, done.stderr[-500:])
         assert group.kills == 0 and group.peak <= group.limit
