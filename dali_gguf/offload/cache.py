@@ -15,6 +15,7 @@ from dali_gguf.offload import cache_rules as rules
 from dali_gguf.offload.cost import Costs
 
 POLICIES = ("static", "decayed", "workload", "lru", "lfu", "lfru")
+NOBODY = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +86,24 @@ class ExpertCache:
     ) -> list[Swap]:
         """Counts workload int64 [E] and returns the swaps it calls for, the most valuable first.
         arrived: experts whose bytes were copied to the device for this step."""
-        s, n = self.settings, 0
-        state = (self.resident, self.score, self.last)
-        rules.account(
-            self.code, layer, workload, s.decay, self.score, self.last, self.unit, self.clock
-        )
-        if self.frozen or self.code == rules.STATIC:
-            return []
-        if len(arrived):
-            here = np.zeros(workload.size, np.uint8)
-            here[arrived] = 1
-            n = rules.adopt(self.code, layer, workload, here, *state, self.clock, self._swaps, 0)
-        m = rules.fills(
+        s = self.settings
+        n, m = rules.step(
             self.code,
             layer,
             workload,
+            np.array(arrived, np.int64) if len(arrived) else NOBODY,
+            self.frozen,
+            s.decay,
             s.window,
             s.most,
             s.hysteresis,
             s.margin,
-            *state,
+            self.resident,
+            self.score,
+            self.last,
             self.unit,
             self.clock,
             self._swaps,
-            n,
         )
         return [self._swap(layer, *self._swaps[i], i < n, costs) for i in range(m)]
 

@@ -130,6 +130,55 @@ def fills(
     return n
 
 
+@njit(cache=True)
+def step(
+    code,
+    layer,
+    workload,
+    arrived,
+    frozen,
+    decay,
+    window,
+    most,
+    hysteresis,
+    margin,
+    resident,
+    score,
+    last,
+    unit,
+    clock,
+    swaps,
+):
+    """A step of a layer: its workload counts; unless frozen, experts that arrived (int64 [n]) may
+    be adopted, and fills are chosen. Returns (adopted, adopted and fills): rows of swaps."""
+    account(code, layer, workload, decay, score, last, unit, clock)
+    if frozen or code == STATIC:
+        return 0, 0
+    n = 0
+    if arrived.size:
+        here = np.zeros(workload.size, np.uint8)
+        for e in arrived:
+            here[e] = 1
+        n = adopt(code, layer, workload, here, resident, score, last, clock, swaps, 0)
+    m = fills(
+        code,
+        layer,
+        workload,
+        window,
+        most,
+        hysteresis,
+        margin,
+        resident,
+        score,
+        last,
+        unit,
+        clock,
+        swaps,
+        n,
+    )
+    return n, m
+
+
 @njit(cache=True, nogil=True)
 def replay(
     code,

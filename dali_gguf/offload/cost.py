@@ -31,7 +31,7 @@ class Costs:
     t_disk: float = 0.0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _correct(factors, tables, side, w, us, gain):
     """Moves the corrections factors [2, P] of the anchors that the workloads w [n] touch.
 
