@@ -148,9 +148,11 @@ def step(
     unit,
     clock,
     swaps,
+    gains,
 ):
     """A step of a layer: its workload counts; unless frozen, experts that arrived (int64 [n]) may
-    be adopted, and fills are chosen. Returns (adopted, adopted and fills): rows of swaps."""
+    be adopted, and fills are chosen. Returns (adopted, adopted and fills): rows of swaps and of
+    gains float64 [2 E], the expected uses a step that each swap adds."""
     account(code, layer, workload, decay, score, last, unit, clock)
     if frozen or code == STATIC:
         return 0, 0
@@ -176,6 +178,9 @@ def step(
         swaps,
         n,
     )
+    for i in range(m):
+        gain = score[layer, swaps[i, 0]] - score[layer, swaps[i, 1]]
+        gains[i] = gain / unit[layer] * (1 - decay)
     return n, m
 
 

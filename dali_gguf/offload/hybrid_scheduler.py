@@ -114,7 +114,9 @@ class HybridScheduler(Scheduler):
         if on_cpu.size:
             self.cpu.start(host, routing, self.experts[layer], on_cpu)
         self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
+        before = self._untimed
         y = self._gpu_part(row, h, routing, plan.gpu, coming, copy)
+        self._read_times(before, y is not None)
         at_once = self.model.costs.r > FREE_LINK
         later = self._account(row, host, routing, prefill, at_once)
         if on_cpu.size:
@@ -175,9 +177,8 @@ class HybridScheduler(Scheduler):
         waiting: deque[int],
     ) -> Array | None:
         """Residents at once, then what arrives."""
-        before, self._untimed = self._untimed, (row, None, 0.0)
+        self._untimed = (row, None, 0.0)
         if not (residents.size or coming):
-            self._read_times(before, False)
             return None
         self.timer.begin()
         ready, at, late = self.traffic.split(row, residents)
@@ -194,12 +195,11 @@ class HybridScheduler(Scheduler):
             self.traffic.used(row, group, reuse=bool(waiting))
             coming.extend(self.traffic.demand(row, waiting))
         self.timer.end()
-        self._read_times(before, True)
         return y
 
     def _read_times(self, layer: tuple | None, before: bool) -> None:
         """What a layer took on both sides: (row, workload on the GPU or None, us of the CPU).
-        before: the timer has begun with the next one."""
+        before: the timer has begun with another one since."""
         if layer is None:
             return
         row, workload, cpu_us = layer
