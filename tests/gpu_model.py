@@ -20,6 +20,7 @@ from dali_gguf.layers import Pass
 from dali_gguf.offload import devices
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.devices import GpuOptions
+from dali_gguf.offload.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Runner:
         )
         self.model = models.load_model(self.file, self.config, self.device)
         if self.tier is None:
-            self.scheduler = devices.Scheduler(self.device, self.model.experts, self.model.routers)
+            self.scheduler = Scheduler(self.device, self.model.experts, self.model.routers)
         else:
             self.scheduler = self.tier.make_scheduler(self.model, self.config, self.file, costs)
         self.cache = self.model.new_cache(1, 1024, "f16")

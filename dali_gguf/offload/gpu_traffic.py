@@ -135,7 +135,7 @@ class Traffic:
     def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
         """(experts whose bytes are there, int64 offsets of these bytes, copies of the others still
         on their way)."""
-        at, coming, late = self.slots.place[row, ids], self.coming[row], []
+        at, coming, late = self.slots.place[row][ids], self.coming[row], []
         if not coming:
             return ids, at, late
         for i, expert in enumerate(ids.tolist()):
