@@ -98,6 +98,8 @@ class HybridScheduler(Scheduler):
         return tuple(name for name, possible in names.items() if possible)
 
     def _uses(self, feature: str) -> bool:
+        if feature == "copies" and self.choices.placement == "all-gpu":
+            return True
         return self.pays.enabled(feature) if self.choices.adapt else True
 
     # ---- one layer -------------------------------------------------------------------------
