@@ -229,11 +229,13 @@ class Traffic:
 
     def settle(self) -> None:
         """Fills that have arrived become resident; slots of unwanted copies come back."""
-        for copy in [c for c in self._orphans if self.link.arrived(c)] if self._orphans else ():
-            self._orphans.remove(copy)
-            self._give(copy, None)
-        for copy, swap in [f for f in self._fills if self.link.arrived(f[0])] if self._fills else ():
-            self._fills.remove((copy, swap))
+        if self._orphans:
+            for copy in [c for c in self._orphans if self.link.arrived(c)]:
+                self._orphans.remove(copy)
+                self._give(copy, None)
+        for fill in [f for f in self._fills if self.link.arrived(f[0])]:
+            self._fills.remove(fill)
+            copy, swap = fill
             self.link.wait(copy)
             row = copy.row
             del self.coming[row][copy.expert]
