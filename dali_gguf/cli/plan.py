@@ -158,7 +158,8 @@ def speed(args, file, config, card, memory, trace, counts) -> None:
         print("\n".join(known.lines()))
         return
     shape = cost_store.shape_of_file(file.tensors, expert_layers(file)[0], config.experts.n_expert)
-    profile = cost_store.stored(shape, args.threads or physical_cores())
+    threads = args.threads or physical_cores()
+    profile = cost_store.stored(shape, threads, gpu=card is not None)
     if profile is None:
         print("speed: no profile of this machine and model yet; dali-gguf calibrate makes one")
         return

@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -105,11 +106,12 @@ class GpuTier:
         if note:
             say(note)
 
+        @lru_cache(maxsize=1)
         def plan_of(room: int, whole_layers: bool) -> vram.VramPlan:
             sizes = load.n_ctx, load.n_seq, load.n_batch, load.kv_type
             return vram.plan_model(tensors, config, room, *sizes, whole_layers)
 
-        plan = plan_of(room, False)
+        plan = plan_of(room, options.placement == "static-layers")
         if not plan.fits:
             needed = budget.show_size(plan.dense + plan.kv + plan.scratch)
             say(

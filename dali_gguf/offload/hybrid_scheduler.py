@@ -104,6 +104,8 @@ class HybridScheduler(Scheduler):
         return tuple(name for name, possible in names.items() if possible)
 
     def _uses(self, feature: str) -> bool:
+        if feature == "copies" and self.choices.placement == "all-gpu":
+            return True
         return self.pays.enabled(feature) if self.choices.adapt else True
 
     # ---- one layer -------------------------------------------------------------------------
@@ -115,13 +117,15 @@ class HybridScheduler(Scheduler):
         self._enter(row, len(routing.expert_ids), prefill, began)
         host = self.device.to_host(h)
         plan = self._plan(row, routing.workload, prefill)
-        on_cpu, on_gpu, copy = plan.cpu.copy(), plan.gpu.copy(), deque(plan.copy.tolist())
+        on_cpu, copy = plan.cpu, deque(plan.copy.tolist())
         coming = self.traffic.demand(row, copy)
         arriving = None if self.ram is None else self.ram.need(layer, routing, on_cpu, plan.copy)
         if on_cpu.size:
             self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
         self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
-        y = self._gpu_part(row, h, routing, on_gpu, coming, copy)
+        before = self._untimed
+        y = self._gpu_part(row, h, routing, plan.gpu, coming, copy)
+        self._read_times(before, y is not None)
         at_once = self.model.costs.r > FREE_LINK
         later = self._account(row, host, routing, prefill, at_once)
         if on_cpu.size:
@@ -141,7 +145,7 @@ class HybridScheduler(Scheduler):
         self._untimed = (*self._untimed[:2], result.us)
         self.model.observe("cpu", workload, result.us - result.waited_us)
         y_cpu = self.device.from_host(result.y)
-        return y_cpu if y is None else y + y_cpu
+        return y_cpu if y is None else y.add_(y_cpu)
 
     def _enter(self, row: int, tokens: int, prefill: bool, now: float) -> None:
         """Measures the gap since the last layer and, at the first layer, the last step."""
@@ -166,14 +170,14 @@ class HybridScheduler(Scheduler):
     def _plan(self, row: int, workload: np.ndarray, prefill: bool) -> LayerPlan:
         """Who computes what. Guesses that have not begun are dropped first."""
         here = self.traffic.here(row, workload)
-        missing = self.counters.uses(row, workload, here)
         copies = self.traffic.slots.spare(row) > 0 and (prefill or self._uses("copies"))
         margin = self.model.margin() if self._uses("moves") else NEVER
-        planner = self.planner if copies or not missing else self.still
+        missing = not copies and bool(((workload > 0) & (here == 0)).any())
+        planner = self.still if missing else self.planner
         busy = self.traffic.busy_us(self.model)
         in_ram = None if self.ram is None else self.ram.arena.resident(self.layers[row])
         plan = planner.plan(workload, here, self.model.costs, busy, margin, in_ram)
-        self.counters.planned(row, len(plan.cpu), len(plan.gpu), len(plan.copy), plan.predicted_us)
+        self.counters.planned(row, workload, here, plan)
         return plan
 
     def _gpu_part(
@@ -186,13 +190,12 @@ class HybridScheduler(Scheduler):
         waiting: deque[int],
     ) -> Array | None:
         """Residents at once, then what arrives."""
-        if not (len(residents) or coming):
-            self._untimed = (row, None, 0.0)
+        self._untimed = (row, None, 0.0)
+        if not (residents.size or coming):
             return None
-        self._read_times()
         self.timer.begin()
-        ready, late = self.traffic.split(row, residents)
-        y = self._compute(row, h, routing, ready, self.traffic.offsets(row, ready))
+        ready, at, late = self.traffic.split(row, residents)
+        y = self._compute(row, h, routing, ready, at)
         self.timer.residents_done()
         self._untimed = (row, routing.workload[ready], 0.0)
         coming.extendleft(late)
@@ -207,15 +210,16 @@ class HybridScheduler(Scheduler):
         self.timer.end()
         return y
 
-    def _read_times(self) -> None:
-        """What the layer before took on both sides."""
-        if self._untimed is None:
+    def _read_times(self, layer: tuple | None, before: bool) -> None:
+        """What a layer took on both sides: (row, workload on the GPU or None, us of the CPU).
+        before: the timer has begun with another one since."""
+        if layer is None:
             return
-        (row, workload, cpu_us), self._untimed = self._untimed, None
+        row, workload, cpu_us = layer
         if workload is None:
             self.counters.waits(row, cpu_us, 0.0)
             return
-        residents_us, gpu_us = self.timer.read()
+        residents_us, gpu_us = self.timer.read(before)
         if len(workload):
             self.model.observe("gpu", workload, residents_us)
         self.counters.waits(row, cpu_us, gpu_us)
@@ -268,7 +272,8 @@ class HybridScheduler(Scheduler):
 
     def figures(self) -> dict:
         """For --stats-json."""
-        self._read_times()
+        self._read_times(self._untimed, False)
+        self._untimed = None
         out = self.counters.as_dict()
         out["kept"] = {name: self.pays.on[name] for name in self.pays.on}
         out["link"] = {

@@ -101,7 +101,7 @@ def split_misses(in_ram, ids, w, n_miss):
     return n_ram
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def plan_layer(
     code, workload, resident, in_ram, c, g, t, t_disk, link_busy, r, h_cpu, margin, scratch
 ):

@@ -212,10 +212,11 @@ def split_workload(workload, resident, top, ids, w):
     return n_miss, n_res
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def plan_layer(code, workload, resident, c, g, t, link_busy, r, h_cpu, margin, scratch):
     """One layer's plan in rows of scratch int64 [9, E]: 0 experts for the CPU, 1 residents for the
-    GPU, 2 copies in the order of copying. Returns (n_cpu, n_gpu, n_copy, makespan)."""
+    GPU, 2 copies in the order of copying. Returns (n_cpu, n_gpu, n_copy, makespan). Called from
+    Python it keeps the interpreter lock: getting that back takes longer than the plan."""
     ids, w, to_gpu = scratch[3:5], scratch[5:7], scratch[7:9].reshape(-1)
     n_miss, n_res = split_workload(workload, resident, c.size - 1, ids, w)
     span = assign(code, w[0], n_miss, w[1], n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu)
