@@ -82,25 +82,30 @@ def levels_pass(x, w, n, low, high, levels, d, sc, q, sums):
 
 
 @inline
-def fit_super_block(
-    x,
-    w,
-    n,
-    groups,
-    low,
-    high,
-    levels,
-    top,
-    first,
-    step,
-    tries,
-    both,
-    polish,
-    rounds,
-    work,
-    q,
-    best_sc,
-):
+def common_scale(sc, sums, count):
+    """(d rounded to half that fits best to the groups' scales sc float32 [count], whether there is
+    one). sums: of levels_pass."""
+    a = p = np.float64(0.0)
+    for j in range(count):
+        a += np.float64(sc[j]) * sc[j] * sums[j // 8, 1, j % 8]
+        p += np.float64(sc[j]) * sums[j // 8, 0, j % 8]
+    if a <= 0:
+        return np.float32(0.0), False
+    return to_half(np.float32(p / a)), True
+
+
+@inline
+def refit_scales(sc, sums, count, top, d):
+    """Every group's scale in sc float32 [count] anew, as its own best at d."""
+    for j in range(count):
+        if sums[j // 8, 1, j % 8] > 0:
+            own = sums[j // 8, 0, j % 8] / (sums[j // 8, 1, j % 8] * d)
+            sc[j] = max(min(np.rint(own), np.float32(top - 1)), np.float32(-top))
+
+
+@inline
+def fit_super_block(x, w, n, groups, low, high, levels, top, first, step, tries, both, polish,
+                    rounds, work, q, best_sc):
     """Quantizes one super-block: returns d (rounded to half), fills best_sc and q[0].
 
     x, w: addresses of float32 [groups, n, 8]; q float32 [2, groups n 8].
@@ -137,18 +142,11 @@ def fit_super_block(
         best, best_d = error, d
         best_sc[:count] = sc[:count]
         q[0] = q[1]
-        a = p = np.float64(0.0)
-        for j in range(count):
-            a += np.float64(sc[j]) * sc[j] * sums[j // 8, 1, j % 8]
-            p += np.float64(sc[j]) * sums[j // 8, 0, j % 8]
-        if a <= 0:
+        d, found = common_scale(sc, sums, count)
+        if not found:
             break
-        d = to_half(np.float32(p / a))
         if round_ % 2 == 1 and d != 0:
-            for j in range(count):
-                if sums[j // 8, 1, j % 8] > 0:
-                    own = sums[j // 8, 0, j % 8] / (sums[j // 8, 1, j % 8] * d)
-                    sc[j] = max(min(np.rint(own), np.float32(top - 1)), np.float32(-top))
+            refit_scales(sc, sums, count, top, d)
     return best_d
 
 

@@ -100,19 +100,16 @@ class Engine:
             undo.callback(self.file.close)
             self.config = models.read_config(self.file)
             self.n_ctx = context_size(n_ctx, self.config.n_ctx_train)
-            room = disk_tier.room_for(ram)
-            self.memory = disk_tier.plan_model(
-                self.file, self.config, room, self.n_ctx, n_seq, n_batch, kv_type
-            )
+            load = devices.Load(self.n_ctx, n_seq, n_batch, kv_type)
+            tensors = self.file.tensors
+            self._tier = devices.plan_gpu(device, threads, gpu, tensors, self.config, load)
+            self.memory = devices.plan_memory(self._tier, ram, self.file, self.config, load)
             placed = disk_tier.Placement(self.memory, self.file, mmap)
             undo.callback(placed.close)
             self.file = placed.file
             self.guard = disk_tier.guard(self.memory, self.file, mmap)
             undo.callback(self.guard.close)
-            load = devices.Load(self.n_ctx, n_seq, n_batch, kv_type)
-            self.device, self._tier = devices.open_device(
-                device, threads, gpu, self.file.tensors, self.config, load
-            )
+            self.device = devices.open_device(device, threads, self._tier)
             undo.callback(self._close_device)
             placed.wait()
             self.model = models.load_model(self.file, self.config, self.device)
@@ -124,7 +121,9 @@ class Engine:
     def _make_scheduler(self) -> Scheduler:
         """Who computes the experts: the GPU tier, or the CPU from memory or from disk."""
         if self._tier is not None:
-            return self._tier.make_scheduler(self.model, self.config, self.file)
+            return self._tier.make_scheduler(
+                self.model, self.config, self.file, memory=self.memory
+            )
         return disk_tier.make_scheduler(
             self.memory, self.device, self.model.experts, self.model.routers, self.config,
             self.file, self.options.gpu.prefetch != "none", self.options.ram,

@@ -185,13 +185,14 @@ def same_tokens(folder: Path, spec: str) -> None:
         tokens, _, _ = cpu.greedy(prompt, 16)
         exact = cpu.follow(prompt, tokens)
     top = np.sort(exact, axis=1)
-    for name in PLACEMENTS:
+    runs = {name: {"placement": name} for name in PLACEMENTS}
+    runs["from disk"] = {"placement": "all-gpu", "arena": 3 << 20}  # less than the GPU lacks
+    for name, how in runs.items():
         room = vram_for(path, 0.5)
-        with Runner(
-            path, spec, vram=room, placement=name, verify=True, costs=made_up_costs()
-        ) as gpu:
+        with Runner(path, spec, vram=room, verify=True, costs=made_up_costs(), **how) as gpu:
             ours = gpu.follow(prompt, tokens)
             verified = not gpu.scheduler.verifier.failed
+            verified &= ("arena" in how) == (gpu.scheduler.counters.total("from_disk") > 0)
             line = gpu.scheduler.verifier.line()
         difference = np.abs(ours - exact).max(axis=1)
         clear = top[:, -1] - top[:, -2] > 2 * difference
@@ -255,15 +256,8 @@ def copied(model):
     """The same costs again, without what a run has corrected."""
     from dali_gguf.offload.cost import CostModel
 
-    return CostModel(
-        model.tokens,
-        model.anchors[0],
-        model.anchors[1],
-        model.copy_us,
-        model.h_cpu,
-        model.r,
-        max_tokens=model.max_tokens,
-    )
+    fixed = model.copy_us, model.h_cpu, model.r
+    return CostModel(model.tokens, *model.anchors, *fixed, max_tokens=model.max_tokens)
 
 
 def show_costs(model) -> None:

@@ -18,8 +18,11 @@ from dali_gguf.device import Step
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Pass
 from dali_gguf.offload import devices
+from dali_gguf.offload.budget import Room
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.devices import GpuOptions
+from dali_gguf.offload.memory_plan import Demand, MemoryPlan
+from dali_gguf.offload.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -110,20 +113,26 @@ def made_up_costs() -> CostModel:
 class Runner:
     """Opens a model on a device and decodes greedily; the engine without tokenizer and sampler."""
 
-    def __init__(self, path: Path, spec: str, costs=None, threads=None, n_batch=256, **policies):
+    def __init__(self, path: Path, spec: str, costs=None, threads=None, n_batch=256, arena=0,
+                 **policies):
+        """arena: bytes of main memory for experts, if not all of them may be there."""
+        memory = MemoryPlan(Demand(0, 0, 0, 0), Room(0, ""), True, arena) if arena else None
         self.file = GGUFFile.open(path)
         self.config = models.read_config(self.file)
         self.n_batch = n_batch
         load = devices.Load(1024, 1, n_batch, "f16")
         options = GpuOptions(**policies)
-        self.device, self.tier = devices.open_device(
+        self.tier = devices.plan_gpu(
             spec, threads, options, self.file.tensors, self.config, load
         )
+        self.device = devices.open_device(spec, threads, self.tier)
         self.model = models.load_model(self.file, self.config, self.device)
         if self.tier is None:
-            self.scheduler = devices.Scheduler(self.device, self.model.experts, self.model.routers)
+            self.scheduler = Scheduler(self.device, self.model.experts, self.model.routers)
         else:
-            self.scheduler = self.tier.make_scheduler(self.model, self.config, self.file, costs)
+            self.scheduler = self.tier.make_scheduler(
+                self.model, self.config, self.file, costs, memory
+            )
         self.cache = self.model.new_cache(1, 1024, "f16")
 
     def forward(self, ids, start: int) -> np.ndarray:

@@ -28,10 +28,10 @@ def readers(request, monkeypatch):
 
 def never_idle(arena):
     """The disk has no time for guesses."""
-    if isinstance(arena._loads, NativeLoads):
-        arena._loads._record[MOST_GUESSES] = 0
+    if isinstance(arena.loads, NativeLoads):
+        arena.loads._record[MOST_GUESSES] = 0
     else:
-        arena._loads.readers.guess = lambda reads: None
+        arena.loads.readers.guess = lambda reads: None
 
 
 def ones(ids):

@@ -38,7 +38,7 @@ def chat(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def on_numpy(monkeypatch):
-    monkeypatch.setattr(engine_module.devices, "open_device", lambda *_: (NumpyDevice(), None))
+    monkeypatch.setattr(engine_module.devices, "open_device", lambda *_: NumpyDevice())
     monkeypatch.setattr("dali_gguf.kernels.ahead.missing", lambda types: [])
 
 

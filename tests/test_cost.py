@@ -47,3 +47,16 @@ def test_workloads_beyond_the_table():
     costs = model()
     costs.observe("cpu", np.array([1000]), 400.0)
     assert np.isfinite(costs.costs.c).all()
+
+
+def test_the_disk_is_a_third_source():
+    costs = model()
+    costs.observe("disk", 4, 400.0)
+    assert costs.costs.t_disk == 100, "the first time is taken as it is"
+    for _ in range(200):
+        costs.observe("disk", 2, 500.0)
+    assert costs.costs.t_disk == pytest.approx(250, rel=0.05)
+    assert costs.costs.t == 30
+    one = model(t_disk=100.0)
+    one.observe("disk", 1, 1e9)
+    assert one.t_disk < 110, "one outlier moves little"

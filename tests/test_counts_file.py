@@ -122,4 +122,5 @@ def test_stored_prefers_a_gpu(model):
     for machine, gpu in ((cpu, []), (cost_store.machine_name(2, "a card"), [1.0, 1.0, 2.0])):
         cost_store.save(replace(PROFILE, machine=machine, gpu_us=gpu))
     assert cost_store.stored("4 experts", 2).gpu_us and cost_store.stored("5 experts", 2) is None
+    assert not cost_store.stored("4 experts", 2, gpu=False).gpu_us
     assert cost_store.stored("4 experts", 3) is None

@@ -119,7 +119,7 @@ def test_memory_that_runs_out_makes_a_smaller_plan(path, half, reference, capsys
     assert lines and all("GPU memory ran out: planning with" in line for line in lines)
 
 
-def _slots_only(tier, model, config, file):
+def _slots_only(tier, model, config, file, memory):
     """Only the part that allocates slots, so that nothing else meets the limit."""
     try:
         tier._slots(model, np.zeros((LAYERS, EXPERTS)))

@@ -31,6 +31,12 @@ def test_dry_run():
     assert done.returncode == 0 and "all checks passed" in done.stdout, done.stdout + done.stderr
 
 
+def test_kernels_compile_for_the_smallest_gpu():
+    pytest.importorskip("triton")
+    done = run("-m", "tests.triton_compile", "75", "Q4_K")
+    assert done.returncode == 0 and done.stdout.count("ok") == 2, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_kernels_compile_for_gpus():
     """Down to machine code for Turing, Ampere and Hopper, with the compiler Triton brings."""

@@ -198,6 +198,13 @@ def test_only_what_pays_is_kept(rig):
     r.check()
 
 
+def test_all_gpu_copies_its_misses_whatever_is_adapted(rig):
+    r = rig(adapt=True, placement="all-gpu", expert_cache="static")
+    assert r.run(8) < 1e-4
+    assert r.total("on_cpu") == 0 and r.total("copied") > 0
+    r.check()
+
+
 def test_costs_learn_from_the_steps(rig):
     r = rig()
     r.run(5)

@@ -99,3 +99,39 @@ def test_a_model_under_a_limit_gives_the_same_text(tmp_path):
     assert expected["misses"] is None, "without a limit everything is in memory"
     assert limited["misses"] > 0, "nothing was missed: the limit did not bind"
     assert (limited["text"], limited["hash"]) == (expected["text"], expected["hash"])
+
+
+GPU_CHILD = """
+import json, sys
+from itertools import islice
+from dali_gguf.engine import Engine
+from dali_gguf.offload import gpu_measure
+from dali_gguf.offload.cost import CostModel
+from dali_gguf.sampler import SamplingParams
+
+gpu_measure.measure = lambda *_: CostModel([1, 2], [900, 1200], [40, 45], copy_us=60, t_disk=100)
+options = dict(device="cpu-torch", vram=sys.argv[2]) if len(sys.argv) > 2 else {}
+with Engine(sys.argv[1], n_ctx=128, n_batch=64, **options) as engine:
+    running = engine.tokens(list(range(300, 310)), SamplingParams(temperature=0, max_tokens=-2))
+    text, scheduler = list(islice(running, 40)), engine.scheduler
+    copies = scheduler.counters.total("from_disk") if options else 0
+    s = scheduler.disk_stats()
+    print(json.dumps({"text": text, "copies": copies, "misses": s.misses if s else None}))
+"""
+
+
+def test_a_gpu_beside_too_little_memory_stays_within_the_limit(tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "model.gguf"
+    shape = Shape(n_embd=1024, n_layer=8, n_head=8, n_head_kv=2, n_expert=64, n_ff=512,
+                  n_vocab=2048)
+    write_model(path, shape, UNIFORM)
+    command = [sys.executable, "-c", GPU_CHILD, str(path)]
+    free = subprocess.run(command, capture_output=True, text=True, check=True)
+    with MemoryGroup("gpu", 680 << 20) as group:
+        done = group.run([*command, "200M"], capture_output=True, text=True)
+        assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+        assert group.kills == 0 and group.peak <= group.limit
+    expected, limited = json.loads(free.stdout), json.loads(done.stdout)
+    assert limited["misses"] > 0 and limited["copies"] > 0, "the limit did not bind"
+    assert limited["text"] == expected["text"]

@@ -57,3 +57,22 @@ def test_a_dense_model_fits_or_is_refused():
 ])
 def test_which_tensors_are_experts(name, expert):
     assert is_expert(name) == expert
+
+
+def test_what_a_gpu_holds_needs_no_memory():
+    beside = DEMAND.beside_gpu(on_gpu=12 * GIB, staging=GIB // 8)
+    assert beside.fixed == DEMAND.fixed - GIB + GIB // 8, "the KV cache lies on the GPU"
+    assert not plan_memory(beside, room(8), GIB).streams
+    plan = plan_memory(beside, room(5), GIB)
+    assert plan.streams and plan.arena_bytes + beside.fixed <= 5 * GIB
+    assert "12.0G on the GPU, the others on disk" in plan.line()
+
+
+def test_the_refusal_counts_what_is_in_use_already_and_the_staging():
+    beside = DEMAND.beside_gpu(on_gpu=4 * GIB, staging=GIB // 8)
+    with pytest.raises(MemoryBudgetError, match="copies to the GPU 128M") as error:
+        plan_memory(beside, Room(GIB, "--ram 2G", GIB), GIB)
+    smallest = int(re.search(r"(\d+)M would work", str(error.value))[1]) << 20
+    assert plan_memory(beside, Room(smallest - GIB, "--ram", GIB), GIB).streams
+    with pytest.raises(MemoryBudgetError):
+        plan_memory(beside, Room(smallest - GIB - (8 << 20), "--ram", GIB), GIB)

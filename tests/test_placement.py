@@ -191,3 +191,76 @@ def test_starting_residents():
 def test_unknown_policy():
     with pytest.raises(InputError, match="'best' is unknown: choose one of threshold"):
         placement.Planner("best", 8)
+
+
+THREE = Costs(FLAT.c, FLAT.g, 6.0, t_disk=20.0)  # CPU 10, GPU 1, copy 6, read 20
+SLOW_COPY = Costs(FLAT.c, FLAT.g, 15.0, t_disk=20.0)
+FAST_DISK = Costs(FLAT.c, FLAT.g, 6.0, t_disk=2.0)
+
+
+@pytest.mark.parametrize(
+    ("ram", "disk", "res", "c", "copied", "us"),
+    [
+        ([], [1], [], THREE, "d0", 27),  # read 20 + copy 6 + 1, on the CPU 30
+        ([], [1], [], SLOW_COPY, "", 30),  # read 20 + 10, on the GPU 36
+        ([1], [], [], SLOW_COPY, "", 10),
+        ([1], [], [], THREE, "r0", 7),
+        ([1], [1], [], SLOW_COPY, "", 30),  # the CPU computes the one in RAM during the read
+        ([1], [1], [], THREE, "d0", 27),  # the GPU takes what arrives, the CPU what is there
+        ([], [1, 1], [], THREE, "d0 d1", 47),  # 2 reads, then 6 + 1; the disk decides
+        ([], [1, 1], [], FAST_DISK, "d0", 14),  # CPU: read 4 + 10; GPU: read 2 + 6 + 1
+        ([], [1], [1] * 30, THREE, "", 30),  # a busy GPU leaves it to the CPU
+    ],
+)
+def test_hand_answers_with_the_disk_as_third_source(ram, disk, res, c, copied, us):
+    workload = np.array([*ram, *disk, *res])
+    names = [f"r{i}" for i in range(len(ram))] + [f"d{i}" for i in range(len(disk))]
+    at = np.arange(len(workload))
+    resident = (at >= len(names)).astype(np.uint8)
+    plan = placement.Planner("threshold", len(workload)).plan(
+        workload, resident, c, margin=0.9, in_ram=at < len(ram)
+    )
+    assert " ".join(names[e] for e in plan.copy) == copied and plan.predicted_us == us
+    assert len(plan.cpu) + len(plan.copy) == len(names)
+
+
+def three_places(to_gpu, where, w, c):
+    """Finish of a layer, step by step: where is G, R or D of each expert, largest w first."""
+    order = sorted(range(len(w)), key=lambda i: ("GRD".index(where[i]), -w[i]))
+    reads = [i for i in order if where[i] == "D" and to_gpu[i]]
+    reads += [i for i in order if where[i] == "D" and not to_gpu[i]]
+    there = {i: c.t_disk * (n + 1) for n, i in enumerate(reads)}
+    gpu = link = cpu = 0.0
+    for i in order:
+        if not to_gpu[i]:
+            cpu = max(cpu, there.get(i, 0.0)) + c.c[w[i]]
+            continue
+        if where[i] != "G":
+            link = max(link, there.get(i, 0.0)) + c.t
+        gpu = max(gpu, link if where[i] != "G" else 0.0) + c.g[w[i]]
+    return max(cpu, gpu)
+
+
+@pytest.mark.parametrize("policy", ["threshold", "greedy", "balance", "all-gpu", "static-hot"])
+def test_makespans_with_the_disk_are_those_of_a_step_by_step_count(policy):
+    rng = np.random.default_rng(7)
+    ratios = []
+    for _ in range(80):
+        n = int(rng.integers(1, 8))
+        w = rng.choice([1, 1, 2, 3, 5, 8], n)
+        where = "".join(rng.choice(list("GRD"), n))
+        shape = SHAPES[str(rng.choice(list(SHAPES)))]
+        c = costs(*shape, float(rng.choice([0.3, 1, 3])))
+        c = Costs(c.c, c.g, c.t, t_disk=float(rng.choice([0.5, 2, 6])))
+        here = np.array([at == "G" for at in where], np.uint8)
+        in_ram = np.array([at == "R" for at in where])
+        plan = placement.Planner(policy, n).plan(w, here, c, margin=0.0, in_ram=in_ram)
+        to_gpu = [e not in plan.cpu for e in range(n)]
+        assert plan.predicted_us == pytest.approx(three_places(to_gpu, where, w, c))
+        assert sorted([*plan.cpu, *plan.gpu, *plan.copy]) == list(range(n))
+        best = min(
+            three_places(bits, where, w, c) for bits in itertools.product((0, 1), repeat=n)
+        )
+        ratios.append(best / plan.predicted_us)
+    if policy == "threshold":
+        assert min(ratios) > 0.8 and np.mean(ratios) > 0.99

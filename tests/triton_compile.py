@@ -1,9 +1,12 @@
-"""Compiles the Triton kernels for GPUs that are not there: python -m tests.triton_compile
+"""Compiles the Triton kernels for GPUs that are not there.
+
+    python -m tests.triton_compile [ARCHITECTURE [TYPE]]
 
 Prints which loads from memory each one has, and its shared memory: the interpreter shows neither.
 """
 
 import re
+import sys
 from collections import Counter
 
 import triton
@@ -42,17 +45,23 @@ def compiled(kernel, kind, architecture: int):
 
 
 def main() -> None:
-    for architecture in ARCHITECTURES:
-        for kind in LAYOUTS:
+    """Exit status 1 if a kernel needs more shared memory than a card has."""
+    architectures = [int(sys.argv[1])] if len(sys.argv) > 1 else ARCHITECTURES
+    kinds = [k for k in LAYOUTS if k.name in sys.argv[2:]] or LAYOUTS
+    too_large = 0
+    for architecture in architectures:
+        for kind in kinds:
             for kernel, name in ((vector_kernel, "vector"), (dot_kernel, "dot")):
                 made = compiled(kernel, kind, architecture)
                 loads = Counter(re.findall(r"ld\.global\.([\w.]+)", made.asm["ptx"]))
                 fits = made.metadata.shared <= SHARED[architecture]
+                too_large += not fits
                 print(
                     f"{'ok' if fits else 'TOO LARGE'} sm_{architecture} {kind.name} {name}: shared "
                     f"{made.metadata.shared}, loads {dict(loads)}",
                     flush=True,
                 )
+    raise SystemExit(too_large > 0)
 
 
 if __name__ == "__main__":

@@ -64,10 +64,12 @@ def run(args: argparse.Namespace) -> int:
             1,
             args.batch_size,
             args.kv_type,
+            card,
         )
+        kv = f"KV cache {show_size(memory.demand.kv)}, " if card is None else ""
         print(
-            f"main memory {memory.line()}; KV cache {show_size(memory.demand.kv)}, weights outside "
-            f"the experts {show_size(memory.demand.dense)}"
+            f"main memory {memory.line()}; {kv}weights outside the experts "
+            f"{show_size(memory.demand.dense)}"
         )
         if not config.experts.n_expert:
             print("no experts: nothing to place")
@@ -156,7 +158,8 @@ def speed(args, file, config, card, memory, trace, counts) -> None:
         print("\n".join(known.lines()))
         return
     shape = cost_store.shape_of_file(file.tensors, expert_layers(file)[0], config.experts.n_expert)
-    profile = cost_store.stored(shape, args.threads or physical_cores())
+    threads = args.threads or physical_cores()
+    profile = cost_store.stored(shape, threads, gpu=card is not None)
     if profile is None:
         print("speed: no profile of this machine and model yet; dali-gguf calibrate makes one")
         return

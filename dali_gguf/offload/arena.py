@@ -5,12 +5,11 @@ when the read has ended. All tables are changed by the one thread that calls nee
 fill(); the reader threads only count down an expert's ranges and report it.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from dali_gguf.offload.arena_stats import ArenaStats, Counters
+from dali_gguf.offload.arena_stats import ArenaStats, Counters, snapshot
 from dali_gguf.offload.layout import layer_layouts, slot_sizes
 from dali_gguf.offload.loads import Ended
 from dali_gguf.offload.native_loads import open_loads
@@ -38,14 +37,15 @@ class ExpertArena:
         self.row = {layer: row for row, layer in enumerate(order)}
         self._first_layer = min(layers)
         layouts = [layout for layer in order for layout in layouts_of[layer]]
-        self._starts = np.array([layout.starts for layout in layouts], np.int64)  # [keys, 3]
+        self.starts = np.array([layout.starts for layout in layouts], np.int64)  # [keys, 3]
         self.row_sizes = np.array([size[layer] for layer in order])
         self.slots = Slots(self.row_sizes, self.n_expert, nbytes, half_life, growth)
-        self._loads = open_loads(self.slots.memory, layouts, direct, threads)
+        self.loads = open_loads(self.slots.memory, layouts, direct, threads)
         n = len(layers) * self.n_expert
         self.state = np.zeros(n, np.int8)
         self._place = np.full(n, -1, np.int64)  # byte offset in the memory, -1: has no slot
-        self._address = np.zeros((len(layers), 3, self.n_expert), np.int64)
+        self.evicted = np.zeros(n, np.int64)  # how often the key has lost a slot
+        self.address = np.zeros((len(layers), 3, self.n_expert), np.int64)
         self._hinted: list[set[int]] = [set() for _ in layers]
         self._counters = Counters()
         self.rest: Callable[[bool], None] = lambda resting: None  # called around each wait
@@ -53,11 +53,15 @@ class ExpertArena:
     def addresses(self, layer: int) -> np.ndarray:
         """int64 [3, E]: where gate, up and down of each expert of the layer lie, once it is
         there."""
-        return self._address[self.row[layer]]
+        return self.address[self.row[layer]]
 
     def resident(self, layer: int) -> np.ndarray:
         """bool [E]: experts of the layer that are in memory."""
         self._settle()
+        return self.holds(layer)
+
+    def holds(self, layer: int) -> np.ndarray:
+        """The same as it was last noted; may be asked by any thread."""
         first = self.row[layer] * self.n_expert
         return self.state[first : first + self.n_expert] == RESIDENT
 
@@ -83,7 +87,7 @@ class ExpertArena:
         coming = set(keys[state == QUEUED].tolist())
         self._counters.count(len(keys), len(here), len(missing))
         for key in coming:
-            self._loads.promote(key)
+            self.loads.promote(key)
         started = self._start(row, missing, wanted=True, frozen=frozen)
         pending = missing[len(started):]
         return self._arrivals(row, here, coming.union(started), pending, frozen)
@@ -117,6 +121,11 @@ class ExpertArena:
             del arrived[: len(now)]
             yield now - first
             slot_class.release(now)
+
+    def count_use(self, layer: int, ids: np.ndarray, workload: np.ndarray) -> None:
+        """Scores experts that are computed without need(): their bytes were copied elsewhere."""
+        row, slot_class = self.row[layer], self.slots.of(self.row[layer])
+        slot_class.pool.touch(0, row * self.n_expert + ids - slot_class.first_key, workload)
 
     def hint(self, layer: int, ids: np.ndarray, next_step: bool = False,
              frozen: bool = False) -> int:
@@ -161,25 +170,15 @@ class ExpertArena:
 
     def wait_idle(self) -> None:
         """Waits until everything queued has been read (for tests, benchmarks and a warm start)."""
-        while len(self._loads):
+        while len(self.loads):
             self._wait()
 
     def stats(self) -> ArenaStats:
         self._settle()
-        files = self._loads.files.values()
-        return ArenaStats(
-            **dataclasses.asdict(self._counters),
-            wait_seconds=self._loads.wait_seconds,
-            bytes_read=self._loads.bytes_read,
-            read_seconds=self._loads.busy_seconds,
-            short_reads=sum(f.short_reads for f in files),
-            slots=self.slots.count,
-            arena_bytes=self.slots.nbytes,
-            direct=all(f.direct for f in files),
-        )
+        return snapshot(self._counters, self.loads, self.slots)
 
     def close(self) -> None:
-        self._loads.close()
+        self.loads.close()
         self.slots.memory.close()
 
     def _next_step(self, layer: int, frozen: bool) -> None:
@@ -226,8 +225,8 @@ class ExpertArena:
         at, where = np.array(keys, np.int64), np.array(places, np.int64)
         self.state[at], self._place[at] = QUEUED, where
         row, e = np.divmod(at, self.n_expert)
-        self._address[row, :, e] = (self.slots.memory.address + where)[:, None] + self._starts[at]
-        self._loads.start(at, where, wanted)
+        self.address[row, :, e] = (self.slots.memory.address + where)[:, None] + self.starts[at]
+        self.loads.start(at, where, wanted)
 
     def _make_room(self, slot_class: SlotClass, count: int, frozen: bool) -> list[int]:
         """Places of up to count slots: free ones, cancelled fills, the ring's (frozen), then
@@ -254,6 +253,7 @@ class ExpertArena:
         slot_class.ring.pop(key, None)
         slot_class.free.append(int(self._place[key]))
         self.state[key], self._place[key] = ABSENT, -1
+        self.evicted[key] += 1
 
     def _cancel_fill(self, slot_class: SlotClass) -> bool:
         """Gives up the least wanted fill that no thread has begun."""
@@ -264,21 +264,21 @@ class ExpertArena:
         return False
 
     def _cancel(self, key: int) -> bool:
-        if not self._loads.cancel(key):
+        if not self.loads.cancel(key):
             return False
         self._vacate(self.slots.of(key // self.n_expert), key)
         return True
 
     def _settle(self) -> None:
         """Takes note of what has arrived meanwhile."""
-        ended = self._loads.ended()
+        ended = self.loads.ended()
         if ended:
             self._take_note(ended)
 
     def _wait(self) -> list[int]:
         """Blocks until an expert arrives; returns it and those that came with it."""
         self.rest(True)
-        ended = self._loads.wait()
+        ended = self.loads.wait()
         self.rest(False)
         return self._take_note(ended)
 

@@ -1,6 +1,6 @@
 """What an expert arena counted."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(slots=True)
@@ -92,3 +92,18 @@ class ArenaStats:
         if self.hinted:
             text += f", prefetch {self.hints_used} used {self.hints_wasted} wasted {self.late} late"
         return text
+
+
+def snapshot(counters: Counters, loads, slots) -> ArenaStats:
+    """loads: loads.Loads or NativeLoads; slots: slots.Slots."""
+    files = loads.files.values()
+    return ArenaStats(
+        **asdict(counters),
+        wait_seconds=loads.wait_seconds,
+        bytes_read=loads.bytes_read,
+        read_seconds=loads.busy_seconds,
+        short_reads=sum(f.short_reads for f in files),
+        slots=slots.count,
+        arena_bytes=slots.nbytes,
+        direct=all(f.direct for f in files),
+    )

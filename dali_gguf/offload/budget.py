@@ -22,10 +22,12 @@ NO_LIMIT = 1 << 60  # version 1 says "no limit" with a number near 2^63
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that can still be taken, and where the number comes from (for messages)."""
+    """Bytes that can still be taken, and where the number comes from (for messages). taken: bytes
+    in use already that the user's number includes."""
 
     nbytes: int
     source: str
+    taken: int = 0
 
 
 def parse_size(text: str) -> int:

@@ -15,6 +15,7 @@ from dali_gguf.offload import cache_rules as rules
 from dali_gguf.offload.cost import Costs
 
 POLICIES = ("static", "decayed", "workload", "lru", "lfu", "lfru")
+NOBODY = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class ExpertCache:
         self.unit = np.ones(n_layer)
         self.clock = np.zeros(n_layer, np.int64)
         self.frozen = False  # True in long prefills: workloads count, nothing moves
-        self._swaps = np.empty((2 * n_expert, 2), np.int64)
+        self._swaps, self._gains = np.empty((2 * n_expert, 2), np.int64), np.empty(2 * n_expert)
 
     def seed(self, counts: np.ndarray, tokens_per_step: float = 1.0) -> None:
         """Starts the scores as if the shares in counts [L, E] had been seen for ever: share * uses
@@ -85,32 +86,31 @@ class ExpertCache:
     ) -> list[Swap]:
         """Counts workload int64 [E] and returns the swaps it calls for, the most valuable first.
         arrived: experts whose bytes were copied to the device for this step."""
-        s, n = self.settings, 0
-        state = (self.resident, self.score, self.last)
-        rules.account(
-            self.code, layer, workload, s.decay, self.score, self.last, self.unit, self.clock
-        )
-        if self.frozen or self.code == rules.STATIC:
-            return []
-        if len(arrived):
-            here = np.zeros(workload.size, np.uint8)
-            here[arrived] = 1
-            n = rules.adopt(self.code, layer, workload, here, *state, self.clock, self._swaps, 0)
-        m = rules.fills(
+        s = self.settings
+        n, m = rules.step(
             self.code,
             layer,
             workload,
+            np.array(arrived, np.int64) if len(arrived) else NOBODY,
+            self.frozen,
+            s.decay,
             s.window,
             s.most,
             s.hysteresis,
             s.margin,
-            *state,
+            self.resident,
+            self.score,
+            self.last,
             self.unit,
             self.clock,
             self._swaps,
-            n,
+            self._gains,
         )
-        return [self._swap(layer, *self._swaps[i], i < n, costs) for i in range(m)]
+        if m == 0:
+            return []
+        per_use = float(costs.c[1] - costs.g[1]) if costs is not None else 1.0
+        found = zip(self._swaps[:m].tolist(), self._gains[:m].tolist())
+        return [Swap(*pair, gain * per_use, i < n) for i, (pair, gain) in enumerate(found)]
 
     def expected_uses(self, layer: int, expert: int) -> float:
         """Tokens a step, from the decayed score."""
@@ -125,11 +125,6 @@ class ExpertCache:
 
     def finished(self, layer: int, swap: Swap) -> None:
         self.resident[layer, swap.load] = 1
-
-    def _swap(self, layer, load, evict, adopted, costs) -> Swap:
-        gain = self.expected_uses(layer, load) - self.expected_uses(layer, evict)
-        per_use = float(costs.c[1] - costs.g[1]) if costs is not None else 1.0
-        return Swap(int(load), int(evict), gain * per_use, adopted)
 
 
 def hit_rates(

@@ -130,6 +130,60 @@ def fills(
     return n
 
 
+@njit(cache=True)
+def step(
+    code,
+    layer,
+    workload,
+    arrived,
+    frozen,
+    decay,
+    window,
+    most,
+    hysteresis,
+    margin,
+    resident,
+    score,
+    last,
+    unit,
+    clock,
+    swaps,
+    gains,
+):
+    """A step of a layer: its workload counts; unless frozen, experts that arrived (int64 [n]) may
+    be adopted, and fills are chosen. Returns (adopted, adopted and fills): rows of swaps and of
+    gains float64 [2 E], the expected uses a step that each swap adds."""
+    account(code, layer, workload, decay, score, last, unit, clock)
+    if frozen or code == STATIC:
+        return 0, 0
+    n = 0
+    if arrived.size:
+        here = np.zeros(workload.size, np.uint8)
+        for e in arrived:
+            here[e] = 1
+        n = adopt(code, layer, workload, here, resident, score, last, clock, swaps, 0)
+    m = fills(
+        code,
+        layer,
+        workload,
+        window,
+        most,
+        hysteresis,
+        margin,
+        resident,
+        score,
+        last,
+        unit,
+        clock,
+        swaps,
+        n,
+    )
+    for i in range(m):
+        gain = score[layer, swaps[i, 0]] - score[layer, swaps[i, 1]]
+        gains[i] = gain / unit[layer] * (1 - decay)
+    return n, m
+
+
 @njit(cache=True, nogil=True)
 def replay(
     code,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-KINDS = ("cpu", "gpu", "copy")
+KINDS = ("cpu", "gpu", "copy", "disk")
 GAIN = 0.1  # weight of one observation in the running correction
 LARGEST_STEP = 2.0  # an observation moves a correction as if it were off by 2x at most (outliers)
 
@@ -31,7 +31,7 @@ class Costs:
     t_disk: float = 0.0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _correct(factors, tables, side, w, us, gain):
     """Moves the corrections factors [2, P] of the anchors that the workloads w [n] touch.
 
@@ -49,6 +49,22 @@ def _correct(factors, tables, side, w, us, gain):
         anchor = min(int(np.log2(x) + 0.5), factors.shape[1] - 1) if x > 0 else 0
         factors[side, anchor] *= bounded ** (gain * table[min(x, top)] / predicted)
     return ratio
+
+
+@njit(cache=True)
+def _dense(tokens, us, table):
+    """table [W]: us float64 [P] at tokens int64 [P], linear between anchors and beyond the last
+    one; 0 at w = 0, the first anchor below it."""
+    last, i = tokens.size - 1, 0
+    table[0] = 0.0
+    for w in range(1, table.size):
+        while i < last - 1 and w >= tokens[i + 1]:
+            i += 1
+        if w <= tokens[0] or last == 0:
+            table[w] = us[0]
+        else:
+            slope = (us[i + 1] - us[i]) / (tokens[i + 1] - tokens[i])
+            table[w] = us[i] + slope * (w - tokens[i])
 
 
 class CostModel:
@@ -82,10 +98,16 @@ class CostModel:
 
     def observe(self, kind: str, w, us: float) -> None:
         """One measured time. cpu, gpu: w int64 [n] = tokens of each expert computed, us = time of
-        the whole part (the fixed cost included for cpu). copy: w = number of copies."""
-        if kind == "copy":
-            ratio = us / (self.copy_us * w)
-            self.copy_us *= min(max(ratio, 1 / LARGEST_STEP), LARGEST_STEP) ** GAIN
+        the whole part (the fixed cost included for cpu). copy, disk: w = number of copies, of
+        experts read. The first time of the disk is taken as it is, if nothing is known."""
+        if kind == "disk" and self.t_disk == 0:
+            self.t_disk, ratio = us / w, 1.0
+            self._rebuild()
+        elif kind in ("copy", "disk"):
+            name = "copy_us" if kind == "copy" else "t_disk"
+            ratio = us / (getattr(self, name) * w)
+            bounded = min(max(ratio, 1 / LARGEST_STEP), LARGEST_STEP)
+            setattr(self, name, getattr(self, name) * bounded**GAIN)
         else:
             side = KINDS.index(kind)
             net = us - self.h_cpu if kind == "cpu" else us
@@ -101,18 +123,9 @@ class CostModel:
         return min(max(self.error, 0.01), 0.1)
 
     def _rebuild(self) -> None:
-        w = np.arange(self.max_tokens + 1.0)
-        self.tables = np.array([dense(self.tokens, a, w) for a in self.anchors * self.factors])
+        self.tables = np.empty((2, self.max_tokens + 1))
+        for table, anchors in zip(self.tables, self.anchors * self.factors):
+            _dense(self.tokens, anchors, table)
         self.costs = Costs(
             self.tables[0], self.tables[1], self.copy_us, self.h_cpu, self.r, self.t_disk
         )
-
-
-def dense(tokens, us, w) -> np.ndarray:
-    """us float64 [P] at tokens [P], linear between anchors and beyond the last one; 0 at w = 0."""
-    table = np.interp(w, tokens, us)
-    if tokens.size > 1:
-        slope = (us[-1] - us[-2]) / (tokens[-1] - tokens[-2])
-        table = np.where(w > tokens[-1], us[-1] + slope * (w - tokens[-1]), table)
-    table[0] = 0.0
-    return table

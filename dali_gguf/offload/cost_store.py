@@ -91,8 +91,9 @@ def _shape(n_expert: int, matrices) -> str:
     return f"{n_expert} experts of {', '.join(parts)}"
 
 
-def stored(shape: str, threads: int) -> Profile | None:
-    """A usable profile of this CPU and these experts; one with a GPU before one without."""
+def stored(shape: str, threads: int, gpu: bool = True) -> Profile | None:
+    """A usable profile of this CPU and these experts. gpu: one with a GPU before one without, or
+    the other way round."""
     cpu = machine_name(threads).rsplit(", ", 1)[0]
     found = []
     for path in sorted((user_cache_dir() / "costs").glob("*.json")):
@@ -102,7 +103,7 @@ def stored(shape: str, threads: int) -> Profile | None:
                 found.append(_checked(values, values["machine"], shape))
         except (OSError, ValueError, TypeError, KeyError):
             continue  # calibrate says so and makes a new one
-    return max(found, key=lambda p: bool(p.gpu_us), default=None)
+    return max(found, key=lambda p: bool(p.gpu_us) == gpu, default=None)
 
 
 def path_of(machine: str, shape: str) -> Path:

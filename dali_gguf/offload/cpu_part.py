@@ -11,15 +11,18 @@ from queue import SimpleQueue
 import numpy as np
 
 from dali_gguf.device import Device
+from dali_gguf.offload.ram_tier import Arriving
 from dali_gguf.routing import LayerExperts, Routing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuResult:
-    """y float32 [T, D]: weighted sum over the CPU's experts. us: how long it took."""
+    """y float32 [T, D]: weighted sum over the CPU's experts. us: how long it took; waited_us: part
+    of it that was spent waiting for the disk."""
 
     y: np.ndarray
     us: float
+    waited_us: float = 0.0
 
 
 class CpuPart:
@@ -33,10 +36,16 @@ class CpuPart:
         self._thread.start()
 
     def start(
-        self, h: np.ndarray, routing: Routing, experts: LayerExperts, ids: np.ndarray
+        self,
+        h: np.ndarray,
+        routing: Routing,
+        experts: LayerExperts,
+        ids: np.ndarray,
+        arriving: Arriving | None = None,
     ) -> None:
-        """h float32 [T, D] and ids int64 [n] must not change until the result is there."""
-        self._asked.put((h, routing, experts, ids))
+        """h float32 [T, D] and ids int64 [n] must not change until the result is there. arriving:
+        where ids come from, if not from the experts' own bytes."""
+        self._asked.put((h, routing, experts, ids, arriving))
 
     def result(self) -> CpuResult:
         """Of what was started; raises what went wrong there."""
@@ -52,16 +61,28 @@ class CpuPart:
             except BaseException as error:  # raised by result(), in the thread that needs it
                 self._ended.put(error)
 
-    def _run(self, h, routing, experts, ids) -> CpuResult:
-        started = time.perf_counter()
+    def _run(self, h, routing, experts, ids, arriving) -> CpuResult:
+        started, waited = time.perf_counter(), 0.0
         step = self.cpu.moe_begin(h, routing, experts)
-        self.cpu.moe_run(step, ids)
+        if arriving is None:
+            self.cpu.moe_run(step, ids)
+        else:
+            before = arriving.waited_us
+            for here in arriving.groups:
+                self.cpu.moe_run(step, here, arriving.addresses)
+            waited = arriving.waited_us - before
         y = self.cpu.moe_end(step)
-        return CpuResult(y, (time.perf_counter() - started) * 1e6)
+        return CpuResult(y, (time.perf_counter() - started) * 1e6, waited)
 
-    def whole(self, h: np.ndarray, routing: Routing, experts: LayerExperts) -> np.ndarray:
+    def whole(
+        self,
+        h: np.ndarray,
+        routing: Routing,
+        experts: LayerExperts,
+        arriving: Arriving | None = None,
+    ) -> np.ndarray:
         """All experts of the step, all on the CPU, for --verify: [T, D]."""
-        self.start(h, routing, experts, np.flatnonzero(routing.workload))
+        self.start(h, routing, experts, np.flatnonzero(routing.workload), arriving)
         return self.result().y
 
     def close(self) -> None:

@@ -7,31 +7,50 @@ import sys
 from dali_gguf.config import ModelConfig
 from dali_gguf.device import Device
 from dali_gguf.errors import InputError
+from dali_gguf.gguf_file import GGUFFile
+from dali_gguf.offload import disk_tier
 from dali_gguf.offload.gpu_tier import GpuOptions, GpuTier, Load, cpu_device, say
+from dali_gguf.offload.memory_plan import MemoryPlan
 from dali_gguf.tensor import Tensor
 
 NAMES = "auto, cpu, cuda, cuda:0.., cpu-torch"
 
 
-def open_device(
+def plan_gpu(
     spec: str | Device,
     threads: int | None,
     options: GpuOptions,
     tensors: dict[str, Tensor],
     config: ModelConfig,
     load: Load,
-) -> "tuple[Device, GpuTier | None]":
-    """The device of a model, and the tier that makes its scheduler (None: the CPU alone).
+) -> GpuTier | None:
+    """What of a model goes into GPU memory, and who makes its scheduler. None: the CPU alone.
 
-    No GPU, no torch, or too little GPU memory: says so in one line and gives the CPU. InputError
-    for a device that is not known or a card that is not there."""
-    if not isinstance(spec, str):
-        return spec, None
-    device = find(spec)
-    tier = None if device is None else GpuTier.plan(device, threads, options, tensors, config, load)
-    if tier is None:
-        return cpu_device(threads), None
-    return tier.device, tier
+    No GPU, no torch, or too little GPU memory: says so in one line. InputError for a device that is
+    not known or a card that is not there."""
+    device = find(spec) if isinstance(spec, str) else None
+    if device is None:
+        return None
+    return GpuTier.plan(device, threads, options, tensors, config, load)
+
+
+def open_device(spec: str | Device, threads: int | None, tier: GpuTier | None) -> Device:
+    """The tier's device, else the one that was handed in, else the CPU."""
+    if tier is not None:
+        return tier.device
+    return cpu_device(threads) if isinstance(spec, str) else spec
+
+
+def plan_memory(
+    tier: GpuTier | None, ram: int | str | None, file: GGUFFile, config: ModelConfig, load: Load
+) -> MemoryPlan:
+    """What of a model lies in main memory, beside what the tier has on the GPU. ram: the budget.
+    MemoryBudgetError, with the smallest budget that works."""
+    room, on_gpu = disk_tier.room_for(ram), None
+    if tier is not None:
+        room, on_gpu = tier.room_beside(room), tier.plan_of
+    sizes = load.n_ctx, load.n_seq, load.n_batch, load.kv_type
+    return disk_tier.plan_model(file, config, room, *sizes, on_gpu)
 
 
 def find(spec: str):

@@ -43,7 +43,7 @@ class DiskForecast:
     def lines(self) -> list[str]:
         compute = "" if self.compute_seconds is not None else " if compute keeps up"
         return [
-            f"experts in memory: {show_size(self.plan.arena_bytes)} of "
+            f"experts in memory: {show_size(self.plan.arena_bytes + self.plan.demand.on_gpu)} of "
             f"{show_size(self.plan.demand.experts)}, the others on disk",
             f"disk: {self.bandwidth / 1e9:.2f} GB/s measured (direct reads, 4 threads)",
             f"hits: {100 * self.hit_rate:.0f}% ({self.hit_source}), so "
@@ -59,7 +59,7 @@ def forecast(plan: MemoryPlan, tensors: dict[str, Tensor], n_expert: int, n_used
     """For a plan that streams. counts [L, E]: stored workloads; ids [T, L, A]: a routing trace (the
     better source); neither: uniform routing, the worst case. bandwidth None: measured now."""
     total = sum(t.nbytes for name, t in tensors.items() if is_expert(name))
-    held = min(1.0, plan.arena_bytes / max(total, 1))
+    held = min(1.0, (plan.arena_bytes + plan.demand.on_gpu) / max(total, 1))
     if ids is not None:
         capacity = int(held * ids.shape[1] * n_expert)
         rate, source = pool_hits(ids, n_expert, capacity)["decayed"], "replayed trace"

@@ -21,6 +21,8 @@ from dali_gguf.offload.resident import ResidentWeights
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.slots import check_arena, smallest_arena
+from dali_gguf.offload.staging import staging_bytes
+from dali_gguf.offload.vram import VramPlan
 from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
@@ -32,15 +34,20 @@ def room_for(ram: int | str | None) -> Room:
     if ram is None:
         return free
     nbytes = budget.parse_size(ram) if isinstance(ram, str) else ram
-    asked = Room(max(0, nbytes - budget.resident()), f"--ram {budget.show_size(nbytes)}")
+    taken = budget.resident()
+    asked = Room(max(0, nbytes - taken), f"--ram {budget.show_size(nbytes)}", taken)
     return min(asked, free, key=lambda room: room.nbytes)
 
 
 def plan_model(file: GGUFFile, config: ModelConfig, room: Room, n_ctx: int, n_seq: int = 1,
-               n_batch: int = 512, kv_type: str = "f16") -> MemoryPlan:
-    """Raises MemoryBudgetError, with the smallest budget that works."""
+               n_batch: int = 512, kv_type: str = "f16", gpu: VramPlan | None = None) -> MemoryPlan:
+    """gpu: what lies in GPU memory and so need not be in main memory. Raises MemoryBudgetError,
+    with the smallest budget that works."""
     demand = demand_of(file.tensors, config, n_ctx, n_seq, n_batch, kv_type)
     sizes = expert_sizes(file.tensors, config.experts.n_expert)
+    if gpu is not None:
+        held = demand.experts * gpu.resident_bytes // max(gpu.wanted, 1)
+        demand = demand.beside_gpu(held, staging_bytes(int(sizes.max(initial=0))))
     least = 0
     if len(sizes):
         per_layer = min(config.experts.n_used * (1 + DEPTH), config.experts.n_expert)

@@ -184,20 +184,83 @@ def _gpu_end(t, scratch, n_gpu, n_copy, workload, g, busy):
 
 
 @njit(cache=True, nogil=True)
-def _account_layer(totals, cpu, gpu, n_cpu, n_other):
-    """Busy times, and balance where both sides had experts."""
-    span = max(cpu, gpu)
-    totals[st.CPU] += cpu
-    totals[st.GPU] += gpu
-    totals[st.MOE] += span
-    totals[st.CPU_EXPERTS] += n_cpu
-    totals[st.CPU_CRITICAL] += cpu > gpu
-    if n_cpu and n_other:
-        totals[st.BOTH] += 1
-        totals[st.BOTH_SPAN] += span
-        totals[st.BOTH_CPU] += cpu
-        totals[st.BOTH_GPU] += gpu
-        totals[st.IMBALANCE] += abs(cpu - gpu) / span
+def _count_tokens(run, state, layer, ids, workload):
+    """Fills workload int64 [E] from ids [N]; returns whether no routing has to be waited for."""
+    whole = run.cache == cache_rules.STATIC
+    for e in range(workload.size):
+        workload[e] = 0
+        whole &= state.resident[layer, e] != 0
+    for e in ids:
+        workload[e] += 1
+    return whole
+
+
+@njit(cache=True, nogil=True)
+def _demand(run, state, wanted, layer, routed, busy, workload, scratch, n_copy, arrived):
+    """Copies of the plan in scratch; arrived uint8 [E]: what the cache may adopt."""
+    at = state.at
+    for e in range(workload.size):
+        arrived[e] = state.prefetched[e] and workload[e] > 0
+        state.prefetched[e] = 0
+    for i in range(n_copy):
+        arrived[scratch[2, i]] = 1
+    if n_copy:
+        at[st.LINK_FREE] = routed + busy + n_copy * run.t
+        state.totals[st.LINK] += n_copy * run.t
+        state.totals[st.COPIES] += n_copy
+        st.note(state.log, at, wanted, st.LOG_DEMAND, layer, routed + busy, at[st.LINK_FREE])
+
+
+@njit(cache=True, nogil=True)
+def _compute(run, state, wanted, layer, routed, work, gpu, n_cpu, n_other):
+    """Both sides compute until their barrier; then the link is open to guesses and fills."""
+    at = state.at
+    link = max(at[st.LINK_FREE] - routed, 0.0)
+    if not run.gap:
+        link += (at[st.N_PRE] + at[st.N_FILL]) * run.t
+    cpu = placement_rules.cpu_finish(work, link, run.r, run.h_cpu)
+    st.account_layer(state.totals, cpu, gpu, n_cpu, n_other)
+    st.note(state.log, at, wanted, st.LOG_CPU, layer, routed, routed + cpu)
+    st.note(state.log, at, wanted, st.LOG_GPU, layer, routed, routed + gpu)
+    at[st.OPEN] = routed + cpu if run.gap else routed
+    at[st.NOW] = routed + max(cpu, gpu)
+
+
+@njit(cache=True, nogil=True)
+def _layer(run, state, step, layer, ids, predicted, c, g, space):
+    """One layer of a step. ids, predicted [L, N] of the step; space: arrays to work in."""
+    scratch, swaps, workload, counts, here, arrived = space
+    at, wanted = state.at, step == run.log_step
+    whole = _count_tokens(run, state, layer, ids[layer], workload)
+    ahead = run.prefetch > 0 and layer + 1 < ids.shape[0]
+    routed = at[st.NOW] + run.attention + (0.0 if whole else run.routing)
+    routed += run.predict if ahead else 0.0
+    st.note(state.log, at, wanted, st.LOG_ATTENTION, layer, at[st.NOW], routed)
+    background(run, state, step, layer, routed)
+    busy = max(at[st.LINK_FREE] - routed, 0.0)
+    floor = _arrivals(run, state, layer, workload, here, c, g, busy)
+    n_cpu, n_gpu, n_copy, _ = placement_rules.plan_layer(
+        run.placement,
+        workload,
+        here,
+        c,
+        g,
+        run.t,
+        busy,
+        run.plan_r,
+        run.h_cpu,
+        run.place_margin,
+        scratch,
+    )
+    gpu = max(_gpu_end(run.t, scratch, n_gpu, n_copy, workload, g, busy), floor)
+    _demand(run, state, wanted, layer, routed, busy, workload, scratch, n_copy, arrived)
+    if run.cache != cache_rules.STATIC:
+        _enqueue_fills(run, state, layer, workload, arrived, swaps)
+    if ahead:
+        guessed = predicted[layer + 1]
+        _enqueue_prefetch(run.prefetch, state.resident, state.pre, at, layer + 1, guessed, counts)
+    work = _cpu_work(scratch, n_cpu, workload, c)
+    _compute(run, state, wanted, layer, routed, work, gpu, n_cpu, n_gpu + n_copy)
 
 
 @njit(cache=True, nogil=True)
@@ -206,75 +269,19 @@ def simulate(run, state, ids, predicted, c, g, step_time):
     state.totals and step_time float64 [S]."""
     n_step, n_layer, _ = ids.shape
     n_expert, at = state.resident.shape[1], state.at
-    scratch, swaps = np.empty((9, n_expert), np.int64), np.empty((2 * n_expert, 2), np.int64)
-    workload, counts = np.zeros(n_expert, np.int64), np.zeros(n_expert, np.int64)
-    here, arrived = np.zeros(n_expert, np.uint8), np.zeros(n_expert, np.uint8)
+    space = (
+        np.empty((9, n_expert), np.int64),
+        np.empty((2 * n_expert, 2), np.int64),
+        np.zeros(n_expert, np.int64),
+        np.zeros(n_expert, np.int64),
+        np.zeros(n_expert, np.uint8),
+        np.zeros(n_expert, np.uint8),
+    )
     at[st.FLIGHT_LAYER] = -1
     for s in range(n_step):
-        begin, wanted = at[st.NOW], s == run.log_step
+        begin = at[st.NOW]
         for layer in range(n_layer):
-            whole = run.cache == cache_rules.STATIC
-            for e in range(n_expert):
-                workload[e] = 0
-                whole &= state.resident[layer, e] != 0
-            for e in ids[s, layer]:
-                workload[e] += 1
-            ahead = run.prefetch > 0 and layer + 1 < n_layer
-            routed = at[st.NOW] + run.attention + (0.0 if whole else run.routing)
-            routed += run.predict if ahead else 0.0
-            st.note(state.log, at, wanted, st.LOG_ATTENTION, layer, at[st.NOW], routed)
-            background(run, state, s, layer, routed)
-            busy = max(at[st.LINK_FREE] - routed, 0.0)
-            floor = _arrivals(run, state, layer, workload, here, c, g, busy)
-            n_cpu, n_gpu, n_copy, _ = placement_rules.plan_layer(
-                run.placement,
-                workload,
-                here,
-                c,
-                g,
-                run.t,
-                busy,
-                run.plan_r,
-                run.h_cpu,
-                run.place_margin,
-                scratch,
-            )
-            gpu = max(_gpu_end(run.t, scratch, n_gpu, n_copy, workload, g, busy), floor)
-            for e in range(n_expert):
-                arrived[e] = state.prefetched[e] and workload[e] > 0
-                state.prefetched[e] = 0
-            for i in range(n_copy):
-                arrived[scratch[2, i]] = 1
-            if n_copy:
-                at[st.LINK_FREE] = routed + busy + n_copy * run.t
-                state.totals[st.LINK] += n_copy * run.t
-                state.totals[st.COPIES] += n_copy
-                st.note(
-                    state.log, at, wanted, st.LOG_DEMAND, layer, routed + busy, at[st.LINK_FREE]
-                )
-            if run.cache != cache_rules.STATIC:
-                _enqueue_fills(run, state, layer, workload, arrived, swaps)
-            if ahead:
-                _enqueue_prefetch(
-                    run.prefetch,
-                    state.resident,
-                    state.pre,
-                    at,
-                    layer + 1,
-                    predicted[s, layer + 1],
-                    counts,
-                )
-            link = max(at[st.LINK_FREE] - routed, 0.0)
-            if not run.gap:
-                link += (at[st.N_PRE] + at[st.N_FILL]) * run.t
-            cpu = placement_rules.cpu_finish(
-                _cpu_work(scratch, n_cpu, workload, c), link, run.r, run.h_cpu
-            )
-            _account_layer(state.totals, cpu, gpu, n_cpu, n_gpu + n_copy)
-            st.note(state.log, at, wanted, st.LOG_CPU, layer, routed, routed + cpu)
-            st.note(state.log, at, wanted, st.LOG_GPU, layer, routed, routed + gpu)
-            at[st.OPEN] = routed + cpu if run.gap else routed
-            at[st.NOW] = routed + max(cpu, gpu)
+            _layer(run, state, s, layer, ids[s], predicted[s], c, g, space)
         at[st.NOW] += run.head
         step_time[s] = at[st.NOW] - begin
         state.totals[st.WARM_TIME] += step_time[s] if s >= n_step // 2 else 0.0

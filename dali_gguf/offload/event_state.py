@@ -144,3 +144,20 @@ def drop(queue, row, at, length):
     for i in range(row, int(at[length])):
         for j in range(3):
             queue[i, j] = queue[i + 1, j]
+
+
+@njit(cache=True, nogil=True)
+def account_layer(totals, cpu, gpu, n_cpu, n_other):
+    """Busy times, and balance where both sides had experts."""
+    span = max(cpu, gpu)
+    totals[CPU] += cpu
+    totals[GPU] += gpu
+    totals[MOE] += span
+    totals[CPU_EXPERTS] += n_cpu
+    totals[CPU_CRITICAL] += cpu > gpu
+    if n_cpu and n_other:
+        totals[BOTH] += 1
+        totals[BOTH_SPAN] += span
+        totals[BOTH_CPU] += cpu
+        totals[BOTH_GPU] += gpu
+        totals[IMBALANCE] += abs(cpu - gpu) / span

@@ -10,13 +10,13 @@ tokens and A slots a token, its parts follow each other:
     weights [T * A] router weights, as float32 two to a number
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _fill(expert_ids, weights, experts, at, job_of, table):
     """Writes the table; returns (P, most pairs of one expert)."""
     n, n_token, n_used = experts.size, expert_ids.shape[0], expert_ids.shape[1]
@@ -53,8 +53,7 @@ def _fill(expert_ids, weights, experts, at, job_of, table):
     return total, most
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pairs:
+class Pairs(NamedTuple):  # a dataclass would take a microsecond more to make
     """table int64 [size] in host memory (a view of the builder's buffer, valid until its next
     build), and where its parts begin."""
 
@@ -85,10 +84,6 @@ class Pairs:
     def at_weights(self) -> int:
         return self.at_place + self.n_token * self.n_used
 
-    @property
-    def size(self) -> int:
-        return self.at_weights + (self.n_token * self.n_used + 1) // 2
-
 
 class PairBuilder:
     """Builds tables in one buffer, int64 numpy, that grows when it must."""
@@ -111,5 +106,6 @@ class PairBuilder:
         if most_size > self.buffer.size:
             self.buffer = np.empty(2 * most_size, np.int64)
         total, most = _fill(expert_ids, weights, experts, at, self.job_of, self.buffer[:most_size])
-        pairs = Pairs(self.buffer, len(experts), total, most, n_token, n_used)
-        return Pairs(self.buffer[: pairs.size], len(experts), total, most, n_token, n_used)
+        n, slots = len(experts), n_token * n_used
+        size = 3 * n + 1 + total + slots + (slots + 1) // 2
+        return Pairs(self.buffer[:size], n, total, most, n_token, n_used)

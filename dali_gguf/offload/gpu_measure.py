@@ -9,15 +9,45 @@ import numpy as np
 import torch
 
 from dali_gguf.device import Device
+from dali_gguf.offload import cost_store, disk_forecast
 from dali_gguf.offload.cost import CostModel
+from dali_gguf.offload.gpu_tier import gpu_name
+from dali_gguf.offload.resident import read_experts
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import FILL, Copy, Link
 from dali_gguf.routing import LayerExperts, Routing
+from dali_gguf.tensor import Tensor
 
 ANCHORS = (1, 2, 4, 8, 16, 32, 64)
 TOGETHER = 4  # experts of a timed call: their number tells the fixed cost from an expert's own
 REPEATS = 3
+SAMPLE_BYTES = 64 << 20  # of experts read to be measured
 SECONDS = 2.0  # of one side; anchors beyond are extrapolated
+
+
+def known(
+    device: TorchDevice,
+    cpu: Device,
+    experts: LayerExperts,
+    streamed: dict[str, Tensor] | None = None,
+) -> CostModel:
+    """What `calibrate` stored for this machine and one layer's experts, else measured now.
+    streamed: the file's tensors, if the model is larger than RAM: then some of the experts are read
+    into memory to be measured, and the disk is measured too."""
+    machine = cost_store.machine_name(cpu.threads, gpu_name(device.device))
+    profile = cost_store.load(machine, cost_store.shape_name(experts))
+    if profile is not None and profile.gpu_us:
+        costs = profile.model()
+    elif streamed is None:
+        costs = measure(device, cpu, experts)
+    else:
+        few = max(TOGETHER, SAMPLE_BYTES // experts.expert_bytes())
+        with read_experts(experts, range(min(experts.n_expert, few))) as some:
+            costs = measure(device, cpu, some)
+    if streamed is not None and not costs.t_disk:
+        speed = disk_forecast.measure_bandwidth(streamed)
+        costs.observe("disk", 1, 1e6 * experts.expert_bytes() / speed)
+    return costs
 
 
 def measure(

@@ -38,9 +38,12 @@ class GpuSlots:
             self.free[size] = deque((start + i * size, None) for i in range(count))
             start += count * size
         self.memory = torch.empty(max(start, 1), dtype=torch.uint8, device=device)
+        self._kind = [layouts.index(e) for e in layouts]  # rows of equal layouts have the same
+        self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # by kind and offset
 
     def release(self) -> None:
         """Gives the memory back; nothing can be taken or computed after."""
+        self._parts = {}
         self.memory = self.memory[:0].clone()
 
     def spare(self, row: int) -> int:
@@ -61,8 +64,12 @@ class GpuSlots:
         self.place[row, evict], self.place[row, load] = NOWHERE, offset
 
     def parts(self, row: int, offset: int) -> tuple[torch.Tensor, ...]:
-        """Views uint8 of the gate, up and down bytes of the slot at offset."""
-        return tuple(
-            self.memory[offset + m.at : offset + m.at + m.nbytes]
-            for m in self.layouts[row].matrices
-        )
+        """Views uint8 of the gate, up and down bytes of the slot at offset, made once."""
+        key = (self._kind[row], offset)
+        parts = self._parts.get(key)
+        if parts is None:
+            parts = self._parts[key] = tuple(
+                self.memory[offset + m.at : offset + m.at + m.nbytes]
+                for m in self.layouts[row].matrices
+            )
+        return parts

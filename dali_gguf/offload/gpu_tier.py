@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,14 +12,16 @@ from dali_gguf.config import ModelConfig
 from dali_gguf.device import Device
 from dali_gguf.errors import InputError, MemoryBudgetError
 from dali_gguf.gguf_file import GGUFFile
-from dali_gguf.offload import budget, cost_store, prefetch, vram
+from dali_gguf.offload import budget, prefetch, vram
+from dali_gguf.offload.budget import Room
 from dali_gguf.offload.cache import ExpertCache, settings
 from dali_gguf.offload.cost import CostModel
+from dali_gguf.offload.memory_plan import MemoryPlan
 from dali_gguf.offload.pays import NEEDED, RECENT
 from dali_gguf.offload.placement import policy_code
+from dali_gguf.offload.ram_tier import RamTier
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
-from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
 STATIC = ("static-layers", "static-hot", "all-cpu")
@@ -78,11 +81,12 @@ class GpuTier:
         plan: Callable[[int, bool], vram.VramPlan],
     ):
         """plan(room, whole layers): what lies where with so many bytes."""
-        self.device, self.cpu, self.options = device, cpu_device(threads), options
+        self.device, self.options = device, options
         self._threads, self._room, self._plan = threads, room, plan
         self.plan_of = plan(room, options.placement == "static-layers")
         self.costs: CostModel | None = None
         self._model: tuple | None = None  # what make_scheduler was given
+        self._memory: MemoryPlan | None = None  # of main memory, if the model is larger
         self._hot_us: float | None = None  # a step of static-hot, while static-layers is on trial
         self._reviewed = False
 
@@ -97,16 +101,17 @@ class GpuTier:
         load: Load,
     ) -> "GpuTier | None":
         """None, with a line, if not even the weights outside the experts fit."""
-        free, total = memory_of(device)
+        free, total = vram.memory_of(device)
         room, note = vram.budget(options.vram, free, total)
         if note:
             say(note)
 
+        @lru_cache(maxsize=1)
         def plan_of(room: int, whole_layers: bool) -> vram.VramPlan:
             sizes = load.n_ctx, load.n_seq, load.n_batch, load.kv_type
             return vram.plan_model(tensors, config, room, *sizes, whole_layers)
 
-        plan = plan_of(room, False)
+        plan = plan_of(room, options.placement == "static-layers")
         if not plan.fits:
             needed = budget.show_size(plan.dense + plan.kv + plan.scratch)
             say(
@@ -118,32 +123,44 @@ class GpuTier:
 
         return cls(TorchDevice(device), threads, options, room, plan_of)
 
+    def room_beside(self, room: Room) -> Room:
+        """Of main memory. What stands in for GPU memory on the CPU comes from the same machine; a
+        --ram budget is for the rest."""
+        if self.device.device.type == "cuda" or room.source.startswith("--ram"):
+            return room
+        return replace(room, nbytes=max(0, room.nbytes - self.plan_of.taken))
+
     def make_scheduler(
-        self, model, config: ModelConfig, file: GGUFFile, costs: CostModel | None = None
+        self,
+        model,
+        config: ModelConfig,
+        file: GGUFFile,
+        costs: CostModel | None = None,
+        memory: MemoryPlan | None = None,
     ) -> Scheduler:
         """Uploads the weights and the first experts. model: layers.Model. What earlier runs learned
-        about the model's routing is kept beside its file. costs None: stored or measured ones."""
+        about the model's routing is kept beside its file. costs None: stored or measured ones.
+        memory: the plan of main memory; if it streams, no expert's mapped bytes are touched."""
         self._model = model, config, file
+        if memory is not None and memory.streams:
+            self._memory = memory
+        self.cpu = cpu_device(self._threads)
         lookup_only = None if model.head is model.embedding else model.embedding
         self.device.upload_weights(skip=lookup_only)
         if not model.experts:
             self.cpu.close()
             return Scheduler(self.device, model.experts, model.routers)
-        self.costs = costs or self.costs or self._costs(model.experts[min(model.experts)])
+        self.costs = costs or self.costs
+        if self.costs is None:
+            from dali_gguf.offload import gpu_measure
+
+            first = model.experts[min(model.experts)]
+            streamed = None if self._memory is None else file.tensors
+            self.costs = gpu_measure.known(self.device, self.cpu, first, streamed)
         known = RunCounts(file.paths[0], file, sorted(model.experts))
         scheduler = self._build(model, config, known, self.costs)
         scheduler.cold = known.counts is None and self.options.placement not in STATIC
         return scheduler
-
-    def _costs(self, experts: LayerExperts) -> CostModel:
-        """What `calibrate` stored for this machine and these experts, else measured now."""
-        machine = cost_store.machine_name(self.cpu.threads, gpu_name(self.device.device))
-        profile = cost_store.load(machine, cost_store.shape_name(experts))
-        if profile is not None and profile.gpu_us:
-            return profile.model()
-        from dali_gguf.offload import gpu_measure
-
-        return gpu_measure.measure(self.device, self.cpu, experts)
 
     # ---- while it runs ---------------------------------------------------------------------
 
@@ -185,7 +202,6 @@ class GpuTier:
         scheduler.traffic.slots.release()
         gc.collect()
         self.device.release()
-        self.cpu = cpu_device(self._threads)
         self.options = replace(self.options, placement=placement)
         self.plan_of = self._plan(self._room, placement == "static-layers")
         return self.make_scheduler(*self._model)
@@ -205,6 +221,10 @@ class GpuTier:
         cache.seed(counts, config.experts.n_used)
         choices = Choices(o.placement, o.prefetch, cache_name, o.verify)
         predictor = self._predictor(model, config, known)
+        ram = None
+        if self._memory is not None:
+            ram = RamTier(model.experts, self._memory.arena_bytes, config.experts.n_used)
+            ram.arena.rest = self.cpu.rest
         scheduler = HybridScheduler(
             self.device,
             self.cpu,
@@ -216,6 +236,7 @@ class GpuTier:
             costs,
             choices,
             known,
+            ram,
         )
         scheduler.traffic.fill_all(resident)
         return scheduler
@@ -276,13 +297,3 @@ def gpu_name(device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device)
-
-
-def memory_of(device) -> tuple[int, int]:
-    """(free, total) bytes of a torch.device; cpu-torch pretends with half of what is free."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)
-    free = budget.available().nbytes
-    return free // 2, free

@@ -9,16 +9,19 @@ import torch
 
 
 class GpuTimer:
-    """begin, residents_done and end around one layer's launches; then read, once."""
+    """begin, residents_done and end around one layer's launches; then read, once. Two layers take
+    turns: one may be read after the next has begun."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
-            self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            turns = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(2)]
         else:
-            self._marks = [0.0] * 3
+            turns = [[0.0] * 3, [0.0] * 3]
+        self._marks, self._before = turns
 
     def begin(self) -> None:
+        self._marks, self._before = self._before, self._marks
         self._mark(0)
 
     def residents_done(self) -> None:
@@ -33,9 +36,10 @@ class GpuTimer:
         else:
             self._marks[i] = time.perf_counter()
 
-    def read(self) -> tuple[float, float]:
-        """Microseconds of (the residents, the whole)."""
-        begin, middle, end = self._marks
+    def read(self, before: bool) -> tuple[float, float]:
+        """Microseconds of (the residents, the whole): of the layer that began last, or of the one
+        before it."""
+        begin, middle, end = self._before if before else self._marks
         if not self.on_gpu:
             return (middle - begin) * 1e6, (end - begin) * 1e6
         end.synchronize()

@@ -14,6 +14,7 @@ from dali_gguf.offload.cache import ExpertCache, Swap
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.gpu_slots import NOWHERE, GpuSlots
 from dali_gguf.offload.hybrid_counters import HybridCounters
+from dali_gguf.offload.ram_tier import RamTier
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import DEMAND, DROPPED, FILL, PREFETCH, Copy, Link
 from dali_gguf.routing import LayerExperts
@@ -32,12 +33,15 @@ class Traffic:
         experts: dict[int, LayerExperts],
         layers: list[int],
         counters: HybridCounters,
+        ram: RamTier | None = None,
     ):
+        """ram: where experts come from that are in neither slots nor the mapped file."""
+        self.ram = ram
         self.device, self.slots, self.cache, self.counters = device, slots, cache, counters
         self.experts, self.layers = experts, layers
-        self.link = Link(device.device)
+        self.link = Link(device.device, None if ram is None else ram.staging)
         self.coming: list[dict[int, Copy]] = [{} for _ in layers]  # by expert, not yet resident
-        self._swaps: dict[int, Swap] = {}  # fills under way, by id of their copy
+        self._fills: list[tuple[Copy, Swap]] = []  # under way
         self._done: list[list[Copy]] = [[] for _ in layers]  # used in this step, in spare slots
         self._orphans: list[Copy] = []  # begun, but no longer wanted
         self._timed: list[Copy] = []
@@ -79,7 +83,8 @@ class Traffic:
     def _copy(self, row: int, expert: int, offset: int, kind: str, free) -> Copy:
         tensors = self.experts[self.layers[row]].matrices(expert)
         parts = [(t.data, place) for t, place in zip(tensors, self.slots.parts(row, offset))]
-        return Copy(row, expert, offset, kind, parts, free)
+        key = -1 if self.ram is None else self.ram.key(self.layers[row], expert)
+        return Copy(row, expert, offset, kind, parts, free, key)
 
     def _start(self, row: int, experts: Sequence[int], kind: str, leave: int) -> list[Copy]:
         """Copies for as many of these experts as there are slots, less `leave`."""
@@ -92,8 +97,9 @@ class Traffic:
             offset, free = self.slots.take(row)
             copies.append(self._copy(row, expert, offset, kind, free))
             self.counters.add(row, "bytes", copies[-1].nbytes)
-        self.link.offer(copies)
-        self._timed += copies
+        if copies:
+            self.link.offer(copies)
+            self._timed += copies
         return copies
 
     # ---- planning --------------------------------------------------------------------------
@@ -101,8 +107,16 @@ class Traffic:
     def near(self, row: int) -> np.ndarray:
         """uint8 [E]: resident or on its way."""
         here = self.cache.resident[row].copy()
-        here[list(self.coming[row])] = 1
+        for expert in self.coming[row]:
+            here[expert] = 1
         return here
+
+    def out_of_reach(self, row: int) -> np.ndarray:
+        """uint8 [E]: no experts for guesses: near, or on disk. Guesses and fills are copied from
+        RAM only, and never take disk time from the steps: what is used often comes to RAM, or to
+        the GPU by a demanded copy, anyway."""
+        near = self.near(row)
+        return near if self.ram is None else near | ~self.ram.holds(self.layers[row])
 
     def here(self, row: int, workload: np.ndarray) -> np.ndarray:
         """uint8 [E]: what this step may compute on the device without a new copy. Guesses are
@@ -111,11 +125,13 @@ class Traffic:
         if not coming:
             return self.cache.resident[row]
         guesses = [c for c in coming.values() if c.kind == PREFETCH]
-        for copy in self.link.drop(guesses):
+        for copy in self.link.drop(guesses) if self.link.waiting() else ():
             self.counters.add(row, "late" if workload[copy.expert] else "wasted")
             self.counters.add(row, "bytes", -copy.nbytes)
             self._give(coming.pop(copy.expert), copy.free)
-        for copy in [c for c in guesses if c.expert in coming]:
+        for copy in guesses:
+            if copy.state == DROPPED:
+                continue
             if workload[copy.expert]:
                 self.counters.add(row, "useful" if self.link.arrived(copy) else "late")
                 copy.kind = DEMAND  # judged: from here on as any copy for this step
@@ -128,37 +144,35 @@ class Traffic:
         """Until the link is free: half a copy for one under way, a whole one for each waiting."""
         return model.costs.t * (self.link.waiting() + 0.5 * self.link.copying)
 
-    def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, list[Copy]]:
-        """(experts whose bytes are there, copies of the others still on their way)."""
-        coming = self.coming[row]
+    def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
+        """(experts whose bytes are there, int64 offsets of these bytes, copies of the others still
+        on their way)."""
+        at, coming, late = self.slots.place[row][ids], self.coming[row], []
         if not coming:
-            return ids, []
-        late = [coming[e] for e in ids.tolist() if e in coming and not self.link.arrived(coming[e])]
-        missing = {c.expert for c in late}
-        ready = np.array([e for e in ids.tolist() if e not in missing], np.int64)
-        for e in ready.tolist():
-            if e in coming:
-                self.link.wait(coming[e])
-                self._note(row, coming[e])
-        return ready, late
-
-    def offsets(self, row: int, ids: np.ndarray) -> np.ndarray:
-        """int64 [n]: where the bytes of experts that are there lie."""
-        at, coming = self.slots.place[row, ids], self.coming[row]
-        if not coming:
-            return at
-        for i in np.flatnonzero(at == NOWHERE).tolist():
-            at[i] = coming[int(ids[i])].offset
-        return at
+            return ids, at, late
+        for i, expert in enumerate(ids.tolist()):
+            copy = coming.get(expert)
+            if copy is None:
+                continue
+            if self.link.arrived(copy):
+                self.link.wait(copy)
+                self._note(row, copy)
+                at[i] = copy.offset
+            else:
+                late.append(copy)
+        if late:
+            there = at != NOWHERE
+            ids, at = ids[there], at[there]
+        return ids, at, late
 
     # ---- copies for this step --------------------------------------------------------------
 
     def demand(self, row: int, waiting: deque[int]) -> deque[Copy]:
         """Starts copies of the first experts of `waiting`, as many as there are slots."""
-        copies = self._start(row, list(waiting), DEMAND, 0)
+        copies = deque(self._start(row, list(waiting), DEMAND, 0)) if waiting else deque()
         for _ in copies:
             waiting.popleft()
-        return deque(copies)
+        return copies
 
     def next_group(self, coming: deque[Copy]) -> list[Copy]:
         """The next copy, waited for, and those behind it that have arrived as well."""
@@ -196,21 +210,22 @@ class Traffic:
 
     def adopt(self, row: int, swaps: list[Swap]) -> None:
         """Copied experts that the cache made resident; the other copies give their slots back."""
-        if not (self._done[row] or self.coming[row]):
-            self._event()
+        event, coming = self._event(), self.coming[row]
+        if not (self._done[row] or coming):
             return
-        event, done = self._event(), {c.expert: c for c in self._done[row]}
+        done = {c.expert: c for c in self._done[row]}
         for swap in swaps:
             copy = done.pop(swap.load)
             self.slots.swap(row, swap.load, swap.evict, copy.offset, event)
             self.counters.add(row, "adopted")
-            self.coming[row].pop(swap.load, None)
+            coming.pop(swap.load, None)
         for copy in done.values():
-            self.coming[row].pop(copy.expert, None)
+            coming.pop(copy.expert, None)
             self._give(copy, event)
         self._done[row] = []
-        for copy in [c for c in self.coming[row].values() if c.kind == DEMAND]:
-            self._orphans.append(self.coming[row].pop(copy.expert))  # the CPU computed it
+        for copy in list(coming.values()):
+            if copy.kind == DEMAND:  # the CPU computed it
+                self._orphans.append(coming.pop(copy.expert))
 
     def prefetch(self, row: int, experts: list[int]) -> None:
         for copy in self._start(row, experts, PREFETCH, KEEP_FREE):
@@ -219,41 +234,52 @@ class Traffic:
 
     def fill(self, row: int, swaps: list[Swap]) -> None:
         swaps = [s for s in swaps if s.load not in self.coming[row]]
+        if self.ram is not None:
+            in_ram = self.ram.holds(self.layers[row])
+            swaps = [s for s in swaps if in_ram[s.load]]
         for swap, copy in zip(swaps, self._start(row, [s.load for s in swaps], FILL, KEEP_FREE)):
             self.coming[row][copy.expert] = copy
-            self._swaps[id(copy)] = swap
+            self._fills.append((copy, swap))
             self.counters.add(row, "fills")
 
     def settle(self) -> None:
         """Fills that have arrived become resident; slots of unwanted copies come back."""
-        for copy in [c for c in self._orphans if self.link.arrived(c)]:
-            self._orphans.remove(copy)
-            self._give(copy, None)
-        if not self._swaps:
-            return
-        for row, coming in enumerate(self.coming):
-            for copy in [c for c in coming.values() if c.kind == FILL and self.link.arrived(c)]:
-                self.link.wait(copy)
-                del coming[copy.expert]
-                swap = self._swaps.pop(id(copy))
-                if self.cache.started(row, swap):
-                    self.cache.finished(row, swap)
-                    self.slots.swap(row, swap.load, swap.evict, copy.offset, self._last_use)
-                else:
-                    self._give(copy, None)
+        if self._orphans:
+            for copy in [c for c in self._orphans if self.link.arrived(c)]:
+                self._orphans.remove(copy)
+                self._give(copy, None)
+        for fill in [f for f in self._fills if self.link.arrived(f[0])]:
+            self._fills.remove(fill)
+            copy, swap = fill
+            self.link.wait(copy)
+            row = copy.row
+            del self.coming[row][copy.expert]
+            if self.cache.started(row, swap):
+                self.cache.finished(row, swap)
+                self.slots.swap(row, swap.load, swap.evict, copy.offset, self._last_use)
+            else:
+                self._give(copy, None)
 
     def new_copy_times(self) -> list[float]:
-        """Microseconds of the copies that ended since the last call."""
+        """Microseconds of the copies from RAM that ended since the last call."""
         if not self._timed:
             return []
-        ended = [c for c in self._timed if self.link.arrived(c)]
-        self._timed = [c for c in self._timed if c.state != DROPPED and c not in ended]
-        for copy in ended:
-            self.counters.add(copy.row, "link_us", copy.us)
-        return [copy.us for copy in ended if copy.us > 0]
+        ended, waiting = [], []
+        for copy in self._timed:
+            if self.link.arrived(copy):
+                self.counters.add(copy.row, "link_us", copy.us)
+                self.counters.add(copy.row, "from_disk" if copy.from_disk else "from_ram")
+                if copy.us > 0 and not copy.from_disk:
+                    ended.append(copy.us)
+            elif copy.state != DROPPED:
+                waiting.append(copy)
+        self._timed = waiting
+        return ended
 
     def _give(self, copy: Copy, event) -> None:
         self.slots.give(copy.row, copy.offset, event)
 
     def close(self) -> None:
         self.link.close()
+        if self.ram is not None:
+            self.ram.close()

@@ -5,16 +5,19 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
+from dali_gguf.offload.placement import LayerPlan
+
 FIELDS = (
     "steps", "uses", "hits", "misses", "tokens", "tokens_hit", "on_cpu", "on_gpu", "copied",
     "predicted_us", "real_us", "plan_us", "prefetched", "useful", "late", "wasted", "fills",
     "adopted", "bytes", "cpu_us", "gpu_us", "link_us", "cpu_waits_us", "gpu_waits_us",
+    "from_ram", "from_disk",
 )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
-def _count_uses(workload, here, figures, row):
-    """Adds one step's uses to the fields from "steps" to "tokens_hit"; returns the misses."""
+@njit(cache=True)
+def _count_step(workload, here, cpu, gpu, copied, predicted_us, figures, row):
+    """Adds one step of a layer to the fields from "steps" to "predicted_us"."""
     uses = hits = tokens = tokens_hit = 0
     for e in range(workload.size):
         w = workload[e]
@@ -30,10 +33,10 @@ def _count_uses(workload, here, figures, row):
     figures[3, row] += uses - hits
     figures[4, row] += tokens
     figures[5, row] += tokens_hit
-    return uses - hits
-
-
-PLANNED = slice(FIELDS.index("on_cpu"), FIELDS.index("predicted_us") + 1)
+    figures[6, row] += cpu
+    figures[7, row] += gpu
+    figures[8, row] += copied
+    figures[9, row] += predicted_us
 
 
 class HybridCounters:
@@ -50,14 +53,19 @@ class HybridCounters:
     def total(self, name: str) -> float:
         return float(self.figures[self._index[name]].sum())
 
-    def uses(self, row: int, workload: np.ndarray, here: np.ndarray) -> int:
-        """One step's experts: workload int64 [E], here uint8 [E] = in GPU memory when planned.
-        Returns how many are missing."""
-        return _count_uses(workload, here, self.figures, row)
-
-    def planned(self, row: int, cpu: int, gpu: int, copied: int, predicted_us: float) -> None:
-        """Experts by who computes them."""
-        self.figures[PLANNED, row] += (cpu, gpu, copied, predicted_us)
+    def planned(self, row: int, workload: np.ndarray, here: np.ndarray, plan: LayerPlan) -> None:
+        """One step's experts, and by who computes them. workload int64 [E], here uint8 [E] = in GPU
+        memory when planned."""
+        _count_step(
+            workload,
+            here,
+            plan.cpu.size,
+            plan.gpu.size,
+            plan.copy.size,
+            plan.predicted_us,
+            self.figures,
+            row,
+        )
 
     def waits(self, row: int, cpu_us: float, gpu_us: float) -> None:
         """Finish of both sides of a layer: the earlier one waited. Nothing if only one was used."""
@@ -92,6 +100,8 @@ class HybridCounters:
             f"token), {n['bytes'] / 1e6:.0f} MB moved, {n['copied']:.0f} copied, prefetch "
             f"{n['useful']:.0f} useful {n['late']:.0f} late {n['wasted']:.0f} wasted"
         )
+        if n["from_disk"]:
+            line += f", copies {n['from_ram']:.0f} from RAM {n['from_disk']:.0f} from disk"
         return line + ("" if n["fills"] + n["adopted"] else ", the expert cache never acted")
 
     def table(self) -> str:
@@ -120,6 +130,7 @@ COLUMNS = (  # heading, width, how its value is shown
     ("on GPU", 8, _count("on_gpu")),
     ("copied", 8, _count("copied")),
     ("useful/late/wasted", 20, lambda n: f"{n['useful']:.0f}/{n['late']:.0f}/{n['wasted']:.0f}"),
+    ("from RAM/disk", 15, lambda n: f"{n['from_ram']:.0f}/{n['from_disk']:.0f}"),
     ("MB moved", 10, lambda n: f"{n['bytes'] / 1e6:.1f}"),
     ("CPU ms", 9, _ms("cpu_us")),
     ("GPU ms", 9, _ms("gpu_us")),

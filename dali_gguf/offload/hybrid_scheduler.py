@@ -2,7 +2,8 @@
 
 One layer: plan who computes what; copies start first; the CPU's experts run in their thread while
 the GPU computes its residents, then the copied ones as they arrive; the outputs add up. Afterwards
-the cache is told what was used, and guesses for the next layer go on the link while it idles.
+the cache is told what was used, and guesses for the next layer go on the link while it idles. A
+model larger than main memory has its other experts in an arena and on disk (ram_tier.py).
 """
 
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dali_gguf.device import Array, Device
+from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.offload.cache import ExpertCache
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.cpu_part import CpuPart
@@ -25,6 +27,7 @@ from dali_gguf.offload.hybrid_counters import HybridCounters
 from dali_gguf.offload.pays import RECENT, Pays
 from dali_gguf.offload.placement import LayerPlan, Planner
 from dali_gguf.offload.prefetch import Predictor
+from dali_gguf.offload.ram_tier import RamTier
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.torch_device import TorchDevice
@@ -63,7 +66,9 @@ class HybridScheduler(Scheduler):
         costs: CostModel,
         choices: Choices = Choices(),
         known: RunCounts | None = None,
+        ram: RamTier | None = None,
     ):
+        """ram: of a model larger than main memory; None: the experts' bytes are mapped."""
         super().__init__(device, experts, routers)
         self.layers = sorted(experts)
         self.row = {layer: row for row, layer in enumerate(self.layers)}
@@ -74,7 +79,8 @@ class HybridScheduler(Scheduler):
         self.planner = Planner(choices.placement, n_expert)
         self.still = Planner("static-hot", n_expert)  # residents on the GPU, nothing is copied
         self.counters = HybridCounters(self.layers)
-        self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters)
+        self.ram = ram
+        self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters, ram)
         self.cpu = CpuPart(cpu)
         self.timer, self._untimed = GpuTimer(device.device), None
         self.pays = Pays(self._candidates() if choices.adapt else ())
@@ -98,6 +104,8 @@ class HybridScheduler(Scheduler):
         return tuple(name for name, possible in names.items() if possible)
 
     def _uses(self, feature: str) -> bool:
+        if feature == "copies" and self.choices.placement == "all-gpu":
+            return True
         return self.pays.enabled(feature) if self.choices.adapt else True
 
     # ---- one layer -------------------------------------------------------------------------
@@ -109,12 +117,15 @@ class HybridScheduler(Scheduler):
         self._enter(row, len(routing.expert_ids), prefill, began)
         host = self.device.to_host(h)
         plan = self._plan(row, routing.workload, prefill)
-        on_cpu, on_gpu, copy = plan.cpu.copy(), plan.gpu.copy(), deque(plan.copy.tolist())
+        on_cpu, copy = plan.cpu, deque(plan.copy.tolist())
         coming = self.traffic.demand(row, copy)
+        arriving = None if self.ram is None else self.ram.need(layer, routing, on_cpu, plan.copy)
         if on_cpu.size:
-            self.cpu.start(host, routing, self.experts[layer], on_cpu)
+            self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
         self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
-        y = self._gpu_part(row, h, routing, on_gpu, coming, copy)
+        before = self._untimed
+        y = self._gpu_part(row, h, routing, plan.gpu, coming, copy)
+        self._read_times(before, y is not None)
         at_once = self.model.costs.r > FREE_LINK
         later = self._account(row, host, routing, prefill, at_once)
         if on_cpu.size:
@@ -132,9 +143,9 @@ class HybridScheduler(Scheduler):
         """Waits for the CPU and adds its output. workload [n]: of its experts."""
         result = self.cpu.result()
         self._untimed = (*self._untimed[:2], result.us)
-        self.model.observe("cpu", workload, result.us)
+        self.model.observe("cpu", workload, result.us - result.waited_us)
         y_cpu = self.device.from_host(result.y)
-        return y_cpu if y is None else y + y_cpu
+        return y_cpu if y is None else y.add_(y_cpu)
 
     def _enter(self, row: int, tokens: int, prefill: bool, now: float) -> None:
         """Measures the gap since the last layer and, at the first layer, the last step."""
@@ -148,6 +159,9 @@ class HybridScheduler(Scheduler):
             if self.cold and self._prompted and not prefill:
                 self.cold = False
                 self.traffic.reseat()
+            if self.ram is not None:
+                known = not self.cold or (self._step_tokens > 0 and not prefill)
+                self.ram.before_step(self.model, self.cache if known else None)
             self._step_began, self._step_tokens = now, tokens
         elif tokens == self._step_tokens:
             self.gap.observe((now - self._left) * 1e6, prefill)
@@ -156,13 +170,14 @@ class HybridScheduler(Scheduler):
     def _plan(self, row: int, workload: np.ndarray, prefill: bool) -> LayerPlan:
         """Who computes what. Guesses that have not begun are dropped first."""
         here = self.traffic.here(row, workload)
-        missing = self.counters.uses(row, workload, here)
         copies = self.traffic.slots.spare(row) > 0 and (prefill or self._uses("copies"))
         margin = self.model.margin() if self._uses("moves") else NEVER
-        planner = self.planner if copies or not missing else self.still
+        missing = not copies and bool(((workload > 0) & (here == 0)).any())
+        planner = self.still if missing else self.planner
         busy = self.traffic.busy_us(self.model)
-        plan = planner.plan(workload, here, self.model.costs, busy, margin)
-        self.counters.planned(row, len(plan.cpu), len(plan.gpu), len(plan.copy), plan.predicted_us)
+        in_ram = None if self.ram is None else self.ram.arena.resident(self.layers[row])
+        plan = planner.plan(workload, here, self.model.costs, busy, margin, in_ram)
+        self.counters.planned(row, workload, here, plan)
         return plan
 
     def _gpu_part(
@@ -175,13 +190,12 @@ class HybridScheduler(Scheduler):
         waiting: deque[int],
     ) -> Array | None:
         """Residents at once, then what arrives."""
-        if not (len(residents) or coming):
-            self._untimed = (row, None, 0.0)
+        self._untimed = (row, None, 0.0)
+        if not (residents.size or coming):
             return None
-        self._read_times()
         self.timer.begin()
-        ready, late = self.traffic.split(row, residents)
-        y = self._compute(row, h, routing, ready, self.traffic.offsets(row, ready))
+        ready, at, late = self.traffic.split(row, residents)
+        y = self._compute(row, h, routing, ready, at)
         self.timer.residents_done()
         self._untimed = (row, routing.workload[ready], 0.0)
         coming.extendleft(late)
@@ -196,15 +210,16 @@ class HybridScheduler(Scheduler):
         self.timer.end()
         return y
 
-    def _read_times(self) -> None:
-        """What the layer before took on both sides."""
-        if self._untimed is None:
+    def _read_times(self, layer: tuple | None, before: bool) -> None:
+        """What a layer took on both sides: (row, workload on the GPU or None, us of the CPU).
+        before: the timer has begun with another one since."""
+        if layer is None:
             return
-        (row, workload, cpu_us), self._untimed = self._untimed, None
+        row, workload, cpu_us = layer
         if workload is None:
             self.counters.waits(row, cpu_us, 0.0)
             return
-        residents_us, gpu_us = self.timer.read()
+        residents_us, gpu_us = self.timer.read(before)
         if len(workload):
             self.model.observe("gpu", workload, residents_us)
         self.counters.waits(row, cpu_us, gpu_us)
@@ -234,7 +249,7 @@ class HybridScheduler(Scheduler):
         later: list[Callable[[], None]] = []
         room, guesses = self.gap.room(prefill, costs) - self.traffic.link.waiting(), []
         if prefill or self._uses("prefetch"):
-            guesses = self.guesser.guess(row, host, prefill, room, self.traffic.near, costs)
+            guesses = self.guesser.guess(row, host, prefill, room, self.traffic.out_of_reach, costs)
         if guesses:
             later.append(lambda: self.traffic.prefetch(row + 1, guesses))
         fills = [s for s in swaps if not s.adopted]
@@ -245,16 +260,6 @@ class HybridScheduler(Scheduler):
         for start in later:
             start()
         return []
-
-    def _means(self) -> np.ndarray:
-        """float32 [L - 1, D] to keep: of this run, or of earlier ones."""
-        means = self.guesser.means()
-        if means is None:
-            means = self.known.means
-        if means is None:
-            width = self.experts[self.layers[0]].gate[0].cols
-            means = np.zeros((len(self.layers) - 1, width), np.float32)
-        return means
 
     # ---- the rest of the seam --------------------------------------------------------------
 
@@ -267,7 +272,8 @@ class HybridScheduler(Scheduler):
 
     def figures(self) -> dict:
         """For --stats-json."""
-        self._read_times()
+        self._read_times(self._untimed, False)
+        self._untimed = None
         out = self.counters.as_dict()
         out["kept"] = {name: self.pays.on[name] for name in self.pays.on}
         out["link"] = {
@@ -281,10 +287,13 @@ class HybridScheduler(Scheduler):
     def table(self) -> str:
         return self.counters.table()
 
+    def disk_stats(self) -> ArenaStats | None:
+        return None if self.ram is None else self.ram.arena.stats()
+
     def close(self) -> None:
-        self.traffic.close()
         self.cpu.close()
+        self.traffic.close()
         if self.known is not None:
-            self.known.save(self._means(), self._n_used)
+            self.known.save(self.guesser.means(), self._n_used)
         if self.verifier is not None and self.verifier.failed:
             print(f"dali-gguf: {self.verifier.line()}", file=sys.stderr)

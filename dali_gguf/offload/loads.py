@@ -42,13 +42,18 @@ class Loads:
     """Everything here is called by one thread; the readers only report that a load is whole."""
 
     def __init__(self, memory: Memory, files: dict[str, ModelFile], layouts: list[ExpertLayout],
-                 threads: int = THREADS):
+                 threads: int = THREADS, readers: ReadQueue | None = None):
+        """layouts: of every key. readers None: own ones."""
         self.files, self.wait_seconds = files, 0.0
         self._memory, self._layouts = memory, layouts
         self._under_way: dict[int, Load] = {}
         self._whole: SimpleQueue[Load] = SimpleQueue()
         self._count_down = threading.Lock()
-        self.readers = ReadQueue(self._on_read, threads)
+        self.readers = readers or ReadQueue(_tell_owner, threads)
+
+    def beside(self, memory: Memory) -> "Loads":
+        """The same experts and readers, for another memory and another calling thread."""
+        return Loads(memory, self.files, self._layouts, readers=self.readers)
 
     @property
     def bytes_read(self) -> int:
@@ -69,8 +74,9 @@ class Loads:
 
     def _start(self, key: int, layout: ExpertLayout, place: int, wanted: bool) -> None:
         view = self._memory.view[place : place + layout.nbytes]
+        owner = self, key
         reads = [
-            Read(self.files[x.path], x.offset, x.nbytes, view[x.at :], x.name, key)
+            Read(self.files[x.path], x.offset, x.nbytes, view[x.at :], x.name, owner)
             for x in layout.extents
         ]
         self._under_way[key] = Load(key, reads, len(reads), wanted)
@@ -112,8 +118,9 @@ class Loads:
         del self._under_way[load.key]
         return [load.ended(), *self.ended()]
 
-    def _on_read(self, read: Read) -> None:
-        load = self._under_way[read.owner]
+    def on_read(self, key: int) -> None:
+        """On a reader's thread: one range less."""
+        load = self._under_way[key]
         with self._count_down:
             load.left -= 1
             last = load.left == 0
@@ -121,6 +128,12 @@ class Loads:
             self._whole.put(load)
 
     def close(self) -> None:
+        """Ends the readers, for all that share them."""
         self.readers.close()
         for file in self.files.values():
             file.close()
+
+
+def _tell_owner(read: Read) -> None:
+    loads, key = read.owner
+    loads.on_read(key)

@@ -1,7 +1,7 @@
 """Does the model fit in memory, and if not, how much is left for experts?"""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dali_gguf.config import ModelConfig
 from dali_gguf.errors import MemoryBudgetError
@@ -17,17 +17,30 @@ SPARE_OWN = 0.03  # of a memory group's limit or of --ram: nobody else takes fro
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes the model needs: experts, all other weights, KV cache, activations of a step."""
+    """Bytes the model needs: experts, all other weights, KV cache, activations of a step. With a
+    GPU: on_gpu, part of the experts that it holds, and staging, the buffers of copies to it."""
 
     experts: int
     dense: int
     kv: int
     scratch: int
+    on_gpu: int = 0
+    staging: int = 0
 
     @property
     def fixed(self) -> int:
         """What has to be in memory whatever happens to the experts."""
-        return self.dense + self.kv + self.scratch + RUNTIME
+        return self.dense + self.kv + self.scratch + self.staging + RUNTIME
+
+    @property
+    def hosted(self) -> int:
+        """Experts that no GPU holds."""
+        return self.experts - self.on_gpu
+
+    def beside_gpu(self, on_gpu: int, staging: int) -> "Demand":
+        """What is left for main memory. The other weights stay there too: they are read from there
+        again when a smaller plan for the GPU is made."""
+        return replace(self, kv=0, on_gpu=min(on_gpu, self.experts), staging=staging)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +56,11 @@ class MemoryPlan:
         d = self.demand
         text = f"{show_size(self.room.nbytes)} ({self.room.source}): "
         if not self.streams:
-            return text + f"the model's {show_size(d.experts + d.dense)} fit"
+            return text + f"the model's {show_size(d.hosted + d.dense)} fit"
+        on_gpu = f"{show_size(d.on_gpu)} on the GPU, " if d.on_gpu else ""
         return text + (
             f"{show_size(self.arena_bytes)} of {show_size(d.experts)} of experts in memory, "
-            f"the others on disk"
+            f"{on_gpu}the others on disk"
         )
 
 
@@ -81,20 +95,22 @@ def plan_memory(demand: Demand, room: Room, least_arena: int) -> MemoryPlan:
     spare = SPARE if room.source == MACHINE else SPARE_OWN
     usable = int(room.nbytes * (1 - spare))
     mapped = usable if room.source == MACHINE else room.nbytes
-    if demand.experts + demand.fixed <= mapped:
+    if demand.hosted + demand.fixed <= mapped:
         return MemoryPlan(demand, room, False, 0)
-    if demand.experts == 0:
+    if demand.hosted == 0:
         raise _too_little(demand, room, demand.fixed, spare)
     arena = usable - demand.fixed
     if arena < least_arena:
         raise _too_little(demand, room, demand.fixed + least_arena, spare)
-    return MemoryPlan(demand, room, True, min(arena, demand.experts + (demand.experts >> 6)))
+    return MemoryPlan(demand, room, True, min(arena, demand.hosted + (demand.hosted >> 6)))
 
 
 def _too_little(demand: Demand, room: Room, needed: int, spare: float) -> MemoryBudgetError:
-    smallest = -(-int(needed / (1 - spare)) // (1 << 20)) + 1
+    smallest = -(-(int(needed / (1 - spare)) + room.taken) // (1 << 20)) + 1
+    staging = f"copies to the GPU {show_size(demand.staging)}, " if demand.staging else ""
     return MemoryBudgetError(
         f"{show_size(room.nbytes)} of memory ({room.source}) is too little: weights other than "
         f"experts take {show_size(demand.dense)}, the KV cache {show_size(demand.kv)}, one step "
-        f"{show_size(demand.scratch)}, the program {show_size(RUNTIME)}; {smallest}M would work"
+        f"{show_size(demand.scratch)}, {staging}the program {show_size(RUNTIME)}; "
+        f"{smallest}M would work"
     )

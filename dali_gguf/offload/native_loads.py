@@ -24,28 +24,24 @@ def open_loads(memory: Memory, layouts: list[ExpertLayout], direct: bool,
     paths = {extent.path for layout in layouts for extent in layout.extents}
     files = {path: ModelFile(path, direct) for path in sorted(paths)}
     if NATIVE and all(file.direct for file in files.values()):
-        return NativeLoads(memory, files, layouts, threads)
+        return NativeLoads(memory, NativeReaders(files, layouts, threads))
     return Loads(memory, files, layouts, threads)
 
 
-class NativeLoads:
-    """layouts: of every key."""
+class NativeReaders:
+    """The threads and what they share with the two channels. layouts: of every key; each stands in
+    the tables twice, once for each channel."""
 
-    def __init__(self, memory: Memory, files: dict[str, ModelFile], layouts: list[ExpertLayout],
-                 threads: int = THREADS):
-        self.files, self.wait_seconds = files, 0.0
-        self._memory, self._layouts = memory, layouts
-        self._under_way: dict[int, bool] = {}  # key -> a step waits for it
-        self._arrays = _tables(layouts, files)
-        self._bell = os.eventfd(0, os.EFD_SEMAPHORE), os.eventfd(0)
-        self._scratch = np.zeros((threads + 1, 8), np.int64)
-        self._keys = np.zeros(AT_ONCE, np.int64)
-        self._record = np.zeros(native.WORDS, np.int64)
+    def __init__(self, files: dict[str, ModelFile], layouts: list[ExpertLayout], threads: int):
+        self.files, self.layouts = files, layouts
+        self.arrays = _tables(native.CHANNELS * layouts, files)
+        self._bells = os.eventfd(0, os.EFD_SEMAPHORE), os.eventfd(0), os.eventfd(0)
+        self._scratch = np.zeros((threads + native.CHANNELS, 8), np.int64)
+        self.record = np.zeros(native.WORDS, np.int64)
         self._fill_record()
-        self._ctl = self._record.ctypes.data
-        self._own = self._scratch[threads].ctypes.data
+        self.ctl = self.record.ctypes.data
         self._threads = [
-            threading.Thread(target=native.serve, args=(self._ctl, self._scratch[i].ctypes.data),
+            threading.Thread(target=native.serve, args=(self.ctl, self._scratch[i].ctypes.data),
                              name=f"disk-{i}", daemon=True)
             for i in range(threads)
         ]
@@ -53,17 +49,50 @@ class NativeLoads:
             thread.start()
 
     def _fill_record(self) -> None:
-        for name, array in self._arrays.items():
-            self._record[getattr(native, name)] = array.ctypes.data
-        self._record[native.MASK] = len(self._arrays["DEMAND"]) - 1
-        self._record[native.WAKE], self._record[native.DONE] = self._bell
-        self._record[native.MOST_GUESSES] = MOST_GUESSES
+        for name, array in self.arrays.items():
+            self.record[getattr(native, name)] = array.ctypes.data
+        self.record[native.MASK] = len(self.arrays["DEMAND"]) - 1
+        for word, bell in zip((native.WAKE, native.DONE, native.DONE_2), self._bells):
+            self.record[word] = bell
+        self.record[native.SPLIT] = len(self.layouts)
+        self.record[native.MOST_GUESSES] = MOST_GUESSES
+
+    def scratch(self, channel: int) -> int:
+        """Address of 16 bytes for the thread that calls for the channel."""
+        return self._scratch[len(self._threads) + channel].ctypes.data
+
+    def close(self) -> None:
+        native.stop(self.ctl, len(self._threads), self.scratch(0))
+        for thread in self._threads:
+            thread.join()
+        for file in self.files.values():
+            file.close()
+        for fd in self._bells:
+            os.close(fd)
+
+
+class NativeLoads:
+    """One channel of the readers: experts that go to one memory."""
+
+    def __init__(self, memory: Memory, readers: NativeReaders, channel: int = 0):
+        self.files, self.wait_seconds = readers.files, 0.0
+        self._memory, self._readers, self._channel = memory, readers, channel
+        self._under_way: dict[int, bool] = {}  # key -> a step waits for it
+        self._record, self._ctl = readers.record, readers.ctl
+        self._own = readers.scratch(channel)
+        self._first = channel * len(readers.layouts)  # the readers' number of key 0
+        self._keys = np.zeros(AT_ONCE, np.int64)
+
+    def beside(self, memory: Memory) -> "NativeLoads":
+        """The same experts and readers, for another memory and another calling thread."""
+        return NativeLoads(memory, self._readers, 1)
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     @property
     def bytes_read(self) -> int:
+        """By both channels."""
         return int(self._record[native.BYTES])
 
     @property
@@ -73,40 +102,42 @@ class NativeLoads:
 
     def start(self, keys: np.ndarray, places: np.ndarray, wanted: bool) -> None:
         self._under_way.update(dict.fromkeys(keys.tolist(), wanted))
-        native.start(self._ctl, keys, self._memory.address + places, wanted, self._own)
+        at = self._memory.address + places
+        native.start(self._ctl, keys + self._first, at, wanted, self._own)
 
     def promote(self, key: int) -> None:
         if not self._under_way[key]:
             self._under_way[key] = True
-            native.promote(self._ctl, key, self._own)
+            native.promote(self._ctl, key + self._first, self._own)
 
     def cancel(self, key: int) -> bool:
-        if self._under_way.get(key, True) or not native.cancel(self._ctl, key):
+        if self._under_way.get(key, True) or not native.cancel(self._ctl, key + self._first):
             return False
         del self._under_way[key]
         return True
 
     def ended(self) -> list[Ended]:
-        if self._record[native.ENDED_TAIL] == self._record[native.ENDED_HEAD]:
+        c = self._channel
+        if self._record[native.ENDED_TAIL + c] == self._record[native.ENDED_HEAD + c]:
             return []
-        count = native.take_ended(self._ctl, self._keys)
-        return [self._ended(key) for key in self._keys[:count].tolist()]
+        count = native.take_ended(self._ctl, c, self._keys)
+        return [self._ended(key) for key in (self._keys[:count] - self._first).tolist()]
 
     def wait(self) -> list[Ended]:
         assert self._under_way, "waiting for an expert that nobody reads"
         start = time.perf_counter()
-        native.wait_ended(self._ctl, self._own)
+        native.wait_ended(self._ctl, self._channel, self._own)
         self.wait_seconds += time.perf_counter() - start
         return self.ended()
 
     def _ended(self, key: int) -> Ended:
-        error = self._read_again(key) if self._arrays["BAD"][key] else None
-        return Ended(key, self._under_way.pop(key), error)
+        bad = self._readers.arrays["BAD"][key + self._first]
+        return Ended(key, self._under_way.pop(key), self._read_again(key) if bad else None)
 
     def _read_again(self, key: int) -> ModelFileError | None:
         """A range came short: once more the careful way, which finds out why."""
-        place = int(self._arrays["PLACE"][key]) - self._memory.address
-        layout = self._layouts[key]
+        place = int(self._readers.arrays["PLACE"][key + self._first]) - self._memory.address
+        layout = self._readers.layouts[key]
         view = self._memory.view[place : place + layout.nbytes]
         try:
             for x in layout.extents:
@@ -116,13 +147,8 @@ class NativeLoads:
         return None
 
     def close(self) -> None:
-        native.stop(self._ctl, len(self._threads), self._own)
-        for thread in self._threads:
-            thread.join()
-        for file in self.files.values():
-            file.close()
-        for fd in self._bell:
-            os.close(fd)
+        """Ends the readers, for both channels."""
+        self._readers.close()
 
 
 def _tables(layouts: list[ExpertLayout], files: dict[str, ModelFile]) -> dict[str, np.ndarray]:
@@ -137,10 +163,9 @@ def _tables(layouts: list[ExpertLayout], files: dict[str, ModelFile]) -> dict[st
             row = (files[x.path].descriptor, start, page_span(x.offset, x.nbytes), need, x.at)
             table[native.RANGES * key + i, : len(row)] = row
     ring = 1 << (4 * n_job).bit_length()
+    names = ("DEMAND", "GUESS", "ENDED", "ENDED_2")
     return {
         "TABLE": table, "COUNT": np.array([len(one.extents) for one in layouts], np.int64),
         "STATE": np.zeros(n_job, np.int64), "LEFT": np.zeros(n, np.int64),
         "BAD": np.zeros(n, np.int64), "PLACE": np.zeros(n, np.int64),
-        "DEMAND": np.zeros(ring, np.int64), "GUESS": np.zeros(ring, np.int64),
-        "ENDED": np.zeros(ring, np.int64),
-    }
+    } | {name: np.zeros(ring, np.int64) for name in names}

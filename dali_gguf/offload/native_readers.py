@@ -2,7 +2,8 @@
 
 The same rules as read_queue.py (what is waited for goes before guesses, few guesses at a time),
 over job records in shared memory. Job key * 3 + i reads range i of an expert. One lock guards
-everything but the reads; threads without work sleep in the kernel.
+everything but the reads; threads without work sleep in the kernel. Keys from SPLIT on are those of
+a second channel, whose ends are reported to another thread.
 
 Measured on two cores with the model running: Python threads cost 20 ms a token in handing the lock
 of the interpreter to and fro, these 2.
@@ -23,11 +24,14 @@ EINTR = 4
 CLOCK_MONOTONIC = 1
 
 # words of the control record: first those that change, then addresses and constants
-(LOCK, RUNNING, GUESSING, SLEEPING, WAITING, STOP, BYTES, BUSY_NS, SINCE, DEMAND_HEAD, DEMAND_TAIL,
- GUESS_HEAD, GUESS_TAIL, ENDED_HEAD, ENDED_TAIL) = range(15)
-(TABLE, COUNT, STATE, LEFT, BAD, PLACE, DEMAND, GUESS, ENDED, MASK, WAKE, DONE,
- MOST_GUESSES) = range(15, 28)
-WORDS = 32
+# (names in pairs: of the first channel, of the second)
+(LOCK, RUNNING, GUESSING, SLEEPING, WAITING, WAITING_2, STOP, BYTES, BUSY_NS, SINCE, DEMAND_HEAD,
+ DEMAND_TAIL, GUESS_HEAD, GUESS_TAIL, ENDED_HEAD, ENDED_HEAD_2, ENDED_TAIL,
+ ENDED_TAIL_2) = range(18)
+(TABLE, COUNT, STATE, LEFT, BAD, PLACE, DEMAND, GUESS, ENDED, ENDED_2, MASK, WAKE, DONE, DONE_2,
+ SPLIT, MOST_GUESSES) = range(18, 34)
+CHANNELS = 2
+WORDS = 40
 FD, START, WANT, NEED, AT = range(5)  # words of a job in TABLE
 JOB_WORDS = 8
 
@@ -154,13 +158,13 @@ def finish(ctl, job, got, is_guess, scratch):
     if got < word(word(ctl, TABLE) + 8 * JOB_WORDS * job, NEED):
         put(word(ctl, BAD), key, 1)
     add(word(ctl, LEFT), key, -1)
-    bell = 0
+    bell, channel = 0, 1 if key >= word(ctl, SPLIT) else 0
     if word(word(ctl, LEFT), key) == 0:
-        push(ctl, ENDED, ENDED_HEAD, ENDED_TAIL, key)
-        bell = word(ctl, WAITING)
-        put(ctl, WAITING, 0)
+        push(ctl, ENDED + channel, ENDED_HEAD + channel, ENDED_TAIL + channel, key)
+        bell = word(ctl, WAITING + channel)
+        put(ctl, WAITING + channel, 0)
     unlock(ctl)
-    ring_bell(ctl, DONE, bell, scratch)
+    ring_bell(ctl, DONE + channel, bell, scratch)
 
 
 @jit
@@ -187,7 +191,7 @@ def serve(ctl, scratch):
         finish(ctl, job, fetch(ctl, job), is_guess, scratch)
 
 
-# ---- what the one Python thread calls; scratch: 16 bytes of its own
+# ---- what the Python thread of a channel calls; scratch: 16 bytes of its own
 
 
 @jit
@@ -249,27 +253,28 @@ def cancel(ctl, key):
 
 
 @jit
-def take_ended(ctl, keys):
+def take_ended(ctl, channel, keys):
     """Fills keys int64 [n] with experts that have ended; returns how many."""
     lock(ctl)
-    count = min(len(keys), word(ctl, ENDED_TAIL) - word(ctl, ENDED_HEAD))
+    head, ring = word(ctl, ENDED_HEAD + channel), word(ctl, ENDED + channel)
+    count = min(len(keys), word(ctl, ENDED_TAIL + channel) - head)
     for i in range(count):
-        keys[i] = word(word(ctl, ENDED), (word(ctl, ENDED_HEAD) + i) & word(ctl, MASK))
-    add(ctl, ENDED_HEAD, count)
+        keys[i] = word(ring, (head + i) & word(ctl, MASK))
+    add(ctl, ENDED_HEAD + channel, count)
     unlock(ctl)
     return count
 
 
 @jit
-def wait_ended(ctl, scratch):
+def wait_ended(ctl, channel, scratch):
     """Sleeps until an expert has ended, or a signal came."""
     lock(ctl)
-    empty = word(ctl, ENDED_TAIL) == word(ctl, ENDED_HEAD)
+    empty = word(ctl, ENDED_TAIL + channel) == word(ctl, ENDED_HEAD + channel)
     if empty:
-        put(ctl, WAITING, 1)
+        put(ctl, WAITING + channel, 1)
     unlock(ctl)
     if empty:
-        _read(np.int32(word(ctl, DONE)), scratch, 8)
+        _read(np.int32(word(ctl, DONE + channel)), scratch, 8)
 
 
 @jit

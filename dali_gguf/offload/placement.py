@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dali_gguf.errors import InputError
-from dali_gguf.offload import optimal
+from dali_gguf.offload import optimal, placement_disk
 from dali_gguf.offload import placement_rules as rules
 from dali_gguf.offload.cost import Costs
 
@@ -100,11 +100,15 @@ class Planner:
         costs: Costs,
         link_busy: float = 0.0,
         margin: float = MARGIN,
+        in_ram: np.ndarray | None = None,
     ) -> LayerPlan:
-        """workload int64 [E] tokens per expert, resident uint8 [E]."""
+        """workload int64 [E] tokens per expert, resident uint8 [E]. in_ram bool [E]: misses that
+        are not in RAM are read from disk first (None: all are; `optimal` plans as if)."""
         if self.code == rules.OPTIMAL:
             return self._optimal(workload, resident, costs, link_busy)
         ids = self._scratch
+        if in_ram is not None:
+            return LayerPlan(*self._with_disk(workload, resident, in_ram, costs, link_busy, margin))
         a, b, k, span = rules.plan_layer(
             self.code,
             workload,
@@ -119,6 +123,14 @@ class Planner:
             ids,
         )
         return LayerPlan(ids[0, :a], ids[1, :b], ids[2, :k], span)
+
+    def _with_disk(self, workload, resident, in_ram, costs, link_busy, margin):
+        ids, c = self._scratch, costs
+        fixed = c.t, c.t_disk, link_busy, c.r, c.h_cpu, margin
+        a, b, k, span = placement_disk.plan_layer(
+            self.code, workload, resident, in_ram, c.c, c.g, *fixed, ids
+        )
+        return ids[0, :a], ids[1, :b], ids[2, :k], span
 
     def _optimal(self, workload, resident, costs, link_busy) -> LayerPlan:
         active, here = np.flatnonzero(workload), resident.astype(bool)

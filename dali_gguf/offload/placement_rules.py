@@ -9,6 +9,7 @@ max(finish of the CPU, finish of the GPU).
 import numpy as np
 from numba import njit
 
+NO_DISK = (0.0, 0.0, 0.0, -np.inf, 0.0, 0.0)
 THRESHOLD, GREEDY, OPTIMAL, BALANCE, STATIC_LAYERS, STATIC_HOT, ALL_CPU, ALL_GPU = range(8)
 
 
@@ -34,6 +35,14 @@ def gpu_finish(resident, w, n, g, t, link_busy):
 
 @njit(cache=True, nogil=True)
 def threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin):
+    """threshold_after without experts on disk."""
+    return threshold_after(
+        miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin, NO_DISK
+    )
+
+
+@njit(cache=True, nogil=True)
+def threshold_after(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin, disk):
     """Best (copies, residents to the CPU) when the copies are the largest misses and the residents
     sent away are the smallest. miss, res: workloads, descending. Returns (k, q, makespan).
 
@@ -41,6 +50,7 @@ def threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin):
     is max(residents + computed[k], late[k]), where late does not depend on the residents; the CPU
     cannot finish before its work. So for every q the scan over k starts where the work first fits
     the best makespan so far and ends where the GPU exceeds it: a few steps in all.
+    disk: what experts on disk add (placement_disk.terms).
     Residents move only for a predicted gain above `margin`."""
     work, computed, late = np.empty(n_miss + 1), np.empty(n_miss + 1), np.empty(n_miss + 1)
     work[n_miss] = computed[0] = late[0] = 0.0
@@ -53,6 +63,7 @@ def threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin):
     here = 0.0
     for i in range(n_res):
         here += g[res[i]]
+    disk_work, disk_tail, disk_gpu, disk_late, disk_end, disk_link = disk
     best, best_k, best_q = np.inf, 0, 0
     stay, stay_k = np.inf, 0  # best without moving residents
     moved, first = 0.0, 0
@@ -65,10 +76,13 @@ def threshold(miss, n_miss, res, n_res, c, g, t, link_busy, r, h_cpu, margin):
         while first <= n_miss and work[first] + moved >= best:
             first += 1
         for k in range(first, n_miss + 1):
-            gpu = max(here + computed[k], late[k])
+            gpu = max(here + computed[k], late[k]) + disk_gpu
+            gpu = max(gpu, link_busy + k * t + disk_late, disk_end)
             if gpu >= best:
                 break
-            span = max(cpu_finish(work[k] + moved, link_busy + k * t, r, h_cpu), gpu)
+            link = link_busy + k * t + disk_link
+            cpu = max(cpu_finish(work[k] + moved + disk_work, link, r, h_cpu), disk_tail)
+            span = max(cpu, gpu)
             if span < best * (1 - 1e-12):
                 best, best_k, best_q = span, k, q
         if q == 0:
@@ -198,13 +212,22 @@ def split_workload(workload, resident, top, ids, w):
     return n_miss, n_res
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def plan_layer(code, workload, resident, c, g, t, link_busy, r, h_cpu, margin, scratch):
     """One layer's plan in rows of scratch int64 [9, E]: 0 experts for the CPU, 1 residents for the
-    GPU, 2 copies in the order of copying. Returns (n_cpu, n_gpu, n_copy, makespan)."""
+    GPU, 2 copies in the order of copying. Returns (n_cpu, n_gpu, n_copy, makespan). Called from
+    Python it keeps the interpreter lock: getting that back takes longer than the plan."""
     ids, w, to_gpu = scratch[3:5], scratch[5:7], scratch[7:9].reshape(-1)
     n_miss, n_res = split_workload(workload, resident, c.size - 1, ids, w)
     span = assign(code, w[0], n_miss, w[1], n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu)
+    n_cpu, n_gpu, n_copy = deal(ids, n_miss, n_res, to_gpu, scratch)
+    return n_cpu, n_gpu, n_copy, span
+
+
+@njit(cache=True, nogil=True)
+def deal(ids, n_miss, n_res, to_gpu, scratch):
+    """Experts ids int64 [2, E] of an assignment into the rows of scratch that plan_layer names.
+    Returns (n_cpu, n_gpu, n_copy)."""
     n_cpu, n_gpu, n_copy = 0, 0, 0
     for i in range(n_miss):
         if to_gpu[i]:
@@ -220,4 +243,4 @@ def plan_layer(code, workload, resident, c, g, t, link_busy, r, h_cpu, margin, s
         else:
             scratch[0, n_cpu] = ids[1, i]
             n_cpu += 1
-    return n_cpu, n_gpu, n_copy, span
+    return n_cpu, n_gpu, n_copy

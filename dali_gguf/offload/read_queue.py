@@ -21,15 +21,15 @@ MOST_GUESSES = 4  # in flight at once: 2 leave 10 % of the disk, and measured 2 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One range to be read to the start of view (direct_io rounds it to pages). owner: the caller's
-    key."""
+    """One range to be read to the start of view (direct_io rounds it to pages). owner: for the
+    caller to know it again."""
 
     file: ModelFile
     offset: int
     nbytes: int
     view: memoryview
     name: str
-    owner: int
+    owner: object
     taken: bool = False  # by a thread, or cancelled
     error: DaliError | None = None
 

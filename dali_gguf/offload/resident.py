@@ -4,6 +4,8 @@ Faults on mapped dense weights would drag neighbouring experts into the page cac
 window is up to 16 MiB), and a file that shrinks would end the process with SIGBUS.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from dali_gguf.offload.direct_io import Memory, ModelFile, page_floor, page_span
 from dali_gguf.offload.read_queue import Read, ReadQueue
+from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
 PIECE = 4 << 20  # large tensors are read by several threads at once
@@ -68,3 +71,19 @@ class ResidentWeights:
         self._queue.close()
         for file in self._files.values():
             file.close()
+
+
+@contextmanager
+def read_experts(experts: LayerExperts, ids: Sequence[int]) -> Iterator[LayerExperts]:
+    """A layer with these experts only, in memory that is given back at the end, whoever still knows
+    it. Its number is -1: it is not the layer that devices keep tables of. Raises ModelFileError."""
+    roles = {role: [getattr(experts, role)[e] for e in ids] for role in ("gate", "up", "down")}
+    read = ResidentWeights({t.name: t for tensors in roles.values() for t in tensors})
+    read.wait()
+    matrices = {role: tuple(read.tensors[t.name] for t in roles[role]) for role in roles}
+    biases = {
+        name: None if getattr(experts, name) is None else getattr(experts, name)[list(ids)]
+        for name in ("gate_bias", "up_bias", "down_bias")
+    }
+    yield replace(experts, layer=-1, **matrices, **biases)
+    read.memory.give_back(0, read.memory.nbytes)

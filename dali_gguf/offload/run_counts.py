@@ -42,8 +42,11 @@ class RunCounts:
         """One layer of one step: workload int64 [E]."""
         self._run[row] += workload
 
-    def save(self, means: np.ndarray, n_used: int) -> None:
-        """Keeps them if there is enough to keep. A folder that cannot be written is no error."""
+    def save(self, means: np.ndarray | None, n_used: int) -> None:
+        """Keeps them if there is enough to keep. means None: those of earlier runs, or zeros. A
+        folder that cannot be written is no error."""
+        if means is None:
+            means = self._means if self.means is None else self.means
         tokens = int(self._run[0].sum()) // n_used
         if tokens < ENOUGH:
             return

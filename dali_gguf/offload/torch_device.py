@@ -50,6 +50,7 @@ class TorchDevice:
 
     def __init__(self, device: torch.device, fused: bool | None = None):
         self.device = device
+        self._is_cpu = device.type == "cpu"
         self.name = str(device) if device.type == "cuda" else "cpu-torch"
         self.kernels = _triton(device, fused)
         self.weights: list[TorchWeight] = []
@@ -59,6 +60,7 @@ class TorchDevice:
         self._angles: tuple[Array, Array] | None = None
         self._pairs: dict[int, torch_moe.PairTable] = {}  # by number of experts
         self._experts: dict[int, torch_moe.DeviceExperts] = {}  # by layer
+        self._router = None  # kernels.route.route, from its first use on
 
     # ---- weights ---------------------------------------------------------------------------
 
@@ -204,9 +206,11 @@ class TorchDevice:
     # ---- experts ---------------------------------------------------------------------------
 
     def route(self, logits: Array, n_used: int, rule: router.RouterRule) -> Routing:
-        from dali_gguf.kernels.route import route  # compiles
+        if self._router is None:
+            from dali_gguf.kernels.route import route  # compiles, so only when it is used
 
-        return route(self.to_host(logits), n_used, rule)
+            self._router = route
+        return self._router(self.to_host(logits), n_used, rule)
 
     def moe(self, x: Array, routing: Routing, experts: LayerExperts) -> Array:
         """All experts of a step, copied to the device first: no slots, nothing is kept."""
@@ -236,18 +240,21 @@ class TorchDevice:
         at: np.ndarray,
     ) -> Array:
         """The part of a layer that experts ids int64 [n] at byte offsets `at` of memory have."""
-        n_expert = len(routing.workload)
-        if n_expert not in self._pairs:
-            self._pairs[n_expert] = torch_moe.PairTable(self.device, n_expert)
-        return torch_moe.compute(
-            self.kernels, x, memory, e, self._pairs[n_expert], routing, ids, at
-        )
+        n_expert = routing.workload.size
+        table = self._pairs.get(n_expert)
+        if table is None:
+            table = self._pairs[n_expert] = torch_moe.PairTable(self.device, n_expert)
+        return torch_moe.compute(self.kernels, x, memory, e, table, routing, ids, at)
 
     def to_host(self, x: Array) -> np.ndarray:
-        return x.detach().float().cpu().numpy()
+        """float32; on the CPU the same memory."""
+        x = x if x.dtype == torch.float32 else x.float()
+        return x.numpy() if self._is_cpu else x.cpu().numpy()
 
     def from_host(self, x: np.ndarray) -> Array:
-        return torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
+        """On the CPU the same memory."""
+        x = torch.from_numpy(np.ascontiguousarray(x))
+        return x if self._is_cpu else x.to(self.device)
 
     def _index(self, ids: np.ndarray) -> Array:
         return torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)

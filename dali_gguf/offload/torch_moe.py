@@ -81,39 +81,51 @@ class PairTable:
     """Tables of pairs on the device, and the host memory they are built in.
 
     On a GPU the copies are asynchronous: a host buffer is written again only when the copy out of
-    it is done, and a few take turns so that this is never waited for."""
+    it is done, and a few take turns so that this is never waited for. On the CPU both are one."""
 
     TURNS = 4
+    STEP = 64  # numbers: copies are a multiple of it long, so that their views serve again
 
     def __init__(self, device: torch.device, n_expert: int):
         self.builder, self.device = PairBuilder(n_expert), device
-        self.turn, self.events = 0, [None] * self.TURNS
+        self.turn, self.events = 0, []
         self._grow(4096)
 
     def _grow(self, size: int) -> None:
+        """size: a multiple of STEP."""
         on_gpu = self.device.type == "cuda"
+        turns = self.TURNS if on_gpu else 1
         if on_gpu:
             torch.cuda.synchronize(self.device)
-            self.events = [torch.cuda.Event() for _ in range(self.TURNS)]
-        self.host = torch.empty((self.TURNS, size), dtype=torch.int64, pin_memory=on_gpu)
-        self.table = torch.empty(size, dtype=torch.int64, device=self.device)
+            self.events = [torch.cuda.Event() for _ in range(turns)]
+        host = torch.empty((turns, size), dtype=torch.int64, pin_memory=on_gpu)
+        self.host, self._numbers = host, [row.numpy() for row in host]
+        self.table = torch.empty(size, dtype=torch.int64, device=self.device) if on_gpu else host[0]
         self.floats = self.table.view(torch.float32)
+        self._views: dict[tuple[int, int], tuple[Array, Array]] = {}
 
     def build(self, routing: Routing, experts: np.ndarray, at: np.ndarray) -> Pairs:
         """The table for experts (int64 ids) at byte offsets `at`, on its way to the device."""
         room = self.builder.room(len(experts), *routing.expert_ids.shape)
-        if room > self.table.numel():
-            self._grow(2 * room)
-        self.turn = (self.turn + 1) % self.TURNS
-        host, event = self.host[self.turn], self.events[self.turn]
-        if event is not None:
-            event.synchronize()
-        self.builder.buffer = host.numpy()
+        if room > self._numbers[0].size:
+            self._grow(-(-2 * room // self.STEP) * self.STEP)
+        turn = self.turn = (self.turn + 1) % len(self._numbers)
+        if self.events:
+            self.events[turn].synchronize()
+        self.builder.buffer = self._numbers[turn]
         pairs = self.builder.build(routing.expert_ids, routing.weights, experts, at)
-        self.table[: pairs.size].copy_(host[: pairs.size], non_blocking=True)
-        if event is not None:
-            event.record()
+        if self.events:
+            source, target = self._view(turn, -(-pairs.table.size // self.STEP) * self.STEP)
+            target.copy_(source, non_blocking=True)
+            self.events[turn].record()
         return pairs
+
+    def _view(self, turn: int, size: int) -> tuple[Array, Array]:
+        """The first numbers of a host buffer, and of the table."""
+        views = self._views.get((turn, size))
+        if views is None:
+            views = self._views[turn, size] = self.host[turn, :size], self.table[:size]
+        return views
 
 
 def compute(

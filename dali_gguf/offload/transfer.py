@@ -1,23 +1,51 @@
-"""The link: copies of experts from the mapped file into device memory, beside everything else.
+"""The link: copies of experts into device memory, from the mapped file, or, if the model is larger
+than RAM, from the arena or the disk (staging.py), beside everything else.
 
 One thread owns it. Pages of a mapped file cannot be pinned, so on a GPU every piece goes through a
-ring of pinned buffers: while one is on the bus the next is filled. The copies run on a stream of
-their own; who computes with the bytes makes its stream wait for the copy's event. On the CPU
-(cpu-torch) the same thread simply copies.
+ring of pinned buffers: while one is on the bus the next is filled. Bytes from disk lie in pinned
+buffers already. The copies run on a stream of their own; who computes with the bytes makes its
+stream wait for the copy's event. On the CPU (cpu-torch) the same thread simply copies.
 """
 
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
+from queue import SimpleQueue
 
 import numpy as np
 import torch
 
+from dali_gguf.offload.direct_io import Memory
+from dali_gguf.offload.staging import BUFFERS, PIECE, PIECES, Staging, bytes_at
+
 DEMAND, PREFETCH, FILL = "demand", "prefetch", "fill"
-PIECE = 1 << 20
-PIECES = 8
+LOOK_AHEAD = 4 * BUFFERS  # waiting copies whose reads may be started before their turn
 WAITING, STARTED, ISSUED, DROPPED = range(4)
+
+
+class Flag:
+    """What is needed of threading.Event, at a fraction of the time to make one."""
+
+    __slots__ = ("_lock", "_on")
+
+    def __init__(self):
+        self._on, self._lock = False, threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Once."""
+        self._on = True
+        self._lock.release()
+
+    def is_set(self) -> bool:
+        return self._on
+
+    def wait(self) -> None:
+        if not self._on:
+            with self._lock:
+                pass
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +53,9 @@ class Copy:
     """One expert on its way. parts: (source uint8 numpy, target uint8 tensor) of equal sizes.
 
     free: event after which the target may be written (None: now). us: how long it took, set
-    when it is known. error: what went wrong in the thread, raised where the copy is waited for."""
+    when it is known. error: what went wrong in the thread, raised where the copy is waited for.
+    key: of the arena, if there is one: the link then sets the sources. from_disk: they were read
+    for this copy."""
 
     row: int
     expert: int
@@ -33,8 +63,10 @@ class Copy:
     kind: str
     parts: list[tuple[np.ndarray, torch.Tensor]]
     free: object = None
+    key: int = -1
+    from_disk: bool = False
     state: int = WAITING
-    issued: threading.Event = field(default_factory=threading.Event)
+    issued: Flag = field(default_factory=Flag)
     events: tuple | None = None
     us: float = 0.0
     error: BaseException | None = None
@@ -47,12 +79,14 @@ class Copy:
 class Link:
     """offer copies, wait for them, drop those that have not begun."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, staging: Staging | None = None):
+        """staging: where copies with a key find their bytes."""
+        self.device, self.staging = device, staging
         self.bytes, self.copies, self.busy_us = 0, 0, 0.0
         self.copying = False
         self._queue: deque[Copy] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()  # of the queue
+        self._wake: SimpleQueue = SimpleQueue()  # an entry for every offer: cheaper than Condition
         self._closed = False
         self._copy = self._plain
         if device.type == "cuda":
@@ -62,12 +96,14 @@ class Link:
             self._used = [torch.cuda.Event() for _ in range(PIECES)]
             self._turn = 0
             self._copy = self._staged
+            if staging is not None:
+                pin(staging.memory)
         self._thread = threading.Thread(target=self._run, name="dali-link", daemon=True)
         self._thread.start()
 
     def offer(self, copies: list[Copy]) -> None:
         """Demanded copies go before all others; otherwise first come, first served."""
-        with self._wake:
+        with self._lock:
             for copy in copies:
                 at = 0
                 if copy.kind == DEMAND:
@@ -76,11 +112,11 @@ class Link:
                 else:
                     at = len(self._queue)
                 self._queue.insert(at, copy)
-            self._wake.notify()
+        self._wake.put(None)
 
     def drop(self, copies: list[Copy]) -> list[Copy]:
         """Those of copies that had not begun; they never will."""
-        with self._wake:
+        with self._lock:
             dropped = [c for c in copies if c.state == WAITING]
             for copy in dropped:
                 copy.state = DROPPED
@@ -111,24 +147,57 @@ class Link:
         return len(self._queue)
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._closed:
-                    self._wake.wait()
-                if self._closed:
-                    return
-                copy = self._queue.popleft()
-                copy.state, self.copying = STARTED, True
-            started = time.perf_counter()
-            try:
-                self._copy(copy)
-            except BaseException as error:  # raised by wait(), in the thread that needs the bytes
-                copy.error = error
-            self.busy_us += (time.perf_counter() - started) * 1e6
-            self.bytes += copy.nbytes
-            self.copies += 1
-            copy.state, self.copying = ISSUED, False
-            copy.issued.set()
+        while not self._closed:
+            self._wake.get()
+            while (copy := self._next()) is not None:
+                started = time.perf_counter()
+                try:
+                    if copy.key < 0:
+                        self._copy(copy)
+                    else:
+                        self._fetch(copy)
+                except BaseException as error:  # raised by wait(), in the thread that needs it
+                    copy.error = error
+                self.busy_us += (time.perf_counter() - started) * 1e6
+                self.bytes += copy.nbytes
+                self.copies += 1
+                copy.state, self.copying = ISSUED, False
+                copy.issued.set()
+
+    def _next(self) -> Copy | None:
+        with self._lock:
+            if self._closed or not self._queue:
+                return None
+            copy = self._queue.popleft()
+            copy.state, self.copying = STARTED, True
+        return copy
+
+    def _fetch(self, copy: Copy) -> None:
+        """Copies an expert from RAM if it is there, and stays there until it is copied; else from
+        disk. Demanded experts that wait behind it are read meanwhile."""
+        staging, key = self.staging, copy.key
+        found = staging.in_ram(key)
+        if found is None:
+            staging.begin(key, copy.kind == DEMAND)
+        with self._lock:
+            ahead = [c.key for c in islice(self._queue, LOOK_AHEAD) if c.kind == DEMAND]
+        staging.read_ahead(ahead)
+        if found is not None:
+            self._copy_from(copy, found[0])
+            if staging.unchanged(key, found[1]):
+                return
+            staging.begin(key, copy.kind == DEMAND)
+        copy.from_disk = True
+        addresses = staging.from_disk(key)
+        try:
+            self._copy_from(copy, addresses)
+        finally:
+            staging.give(key, copy.events and copy.events[1])
+
+    def _copy_from(self, copy: Copy, addresses: list[int]) -> None:
+        pairs = zip(addresses, copy.parts)
+        copy.parts = [(bytes_at(at, old.size), target) for at, (old, target) in pairs]
+        self._copy(copy)
 
     def _plain(self, copy: Copy) -> None:
         started = time.perf_counter()
@@ -143,6 +212,9 @@ class Link:
                 self._stream.wait_event(copy.free)
             start.record()
             for source, target in copy.parts:
+                if copy.from_disk:
+                    target.copy_(torch.from_numpy(source), non_blocking=True)
+                    continue
                 for at in range(0, source.size, PIECE):
                     self._piece(source[at : at + PIECE], target[at : at + PIECE])
             end.record()
@@ -157,7 +229,19 @@ class Link:
         self._turn = (i + 1) % PIECES
 
     def close(self) -> None:
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self._closed = True
+        self._wake.put(None)
         self._thread.join()
+        if self.device.type == "cuda" and self.staging is not None:
+            torch.cuda.synchronize(self.device)
+            unpin(self.staging.memory)
+
+
+def pin(memory: Memory) -> None:
+    """Locks its pages, so that copies from it run beside the caller. Where the driver refuses they
+    are merely slower."""
+    torch.cuda.cudart().cudaHostRegister(memory.address, memory.nbytes, 0)
+
+
+def unpin(memory: Memory) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.address)

@@ -34,31 +34,10 @@ def finish(
 
 
 @triton.jit(do_not_specialize=["at_expert", "at_first", "at_source"])
-def vector_kernel(
-    x,
-    base,
-    role,
-    role2,
-    bias,
-    bias2,
-    jobs,
-    at_expert,
-    at_first,
-    at_source,
-    out,
-    n_rows,
-    cols,
-    row_bytes,
-    KIND: tl.constexpr,
-    ACT: tl.constexpr,
-    BIAS: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    NT: tl.constexpr,
-    R: tl.constexpr,
-    G: tl.constexpr,
-    RUN: tl.constexpr,
-    PLANES: tl.constexpr,
-):
+def vector_kernel(x, base, role, role2, bias, bias2, jobs, at_expert, at_first, at_source,
+                  out, n_rows, cols, row_bytes, KIND: tl.constexpr, ACT: tl.constexpr,
+                  BIAS: tl.constexpr, BY_PAIR: tl.constexpr, NT: tl.constexpr, R: tl.constexpr,
+                  G: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr):
     """out[p, r] for NT pairs p and R rows r. Grid: row tiles, jobs, pair tiles."""
     job = tl.program_id(1)
     first = tl.load(jobs + at_first + job) + tl.program_id(2) * NT
@@ -100,32 +79,10 @@ def vector_kernel(
 
 
 @triton.jit(do_not_specialize=["at_expert", "at_first", "at_source"])
-def dot_kernel(
-    x,
-    x_scale,
-    base,
-    role,
-    role2,
-    bias,
-    bias2,
-    jobs,
-    at_expert,
-    at_first,
-    at_source,
-    out,
-    n_rows,
-    cols,
-    row_bytes,
-    KIND: tl.constexpr,
-    ACT: tl.constexpr,
-    BIAS: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    NT: tl.constexpr,
-    R: tl.constexpr,
-    G: tl.constexpr,
-    RUN: tl.constexpr,
-    PLANES: tl.constexpr,
-):
+def dot_kernel(x, x_scale, base, role, role2, bias, bias2, jobs, at_expert, at_first, at_source,
+               out, n_rows, cols, row_bytes, KIND: tl.constexpr, ACT: tl.constexpr,
+               BIAS: tl.constexpr, BY_PAIR: tl.constexpr, NT: tl.constexpr, R: tl.constexpr,
+               G: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr):
     """As vector_kernel, with tl.dot. x is half precision, divided by x_scale [rows of x]."""
     job = tl.program_id(1)
     first = tl.load(jobs + at_first + job) + tl.program_id(2) * NT

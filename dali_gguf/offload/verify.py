@@ -8,7 +8,9 @@ import numpy as np
 
 from dali_gguf.offload.cpu_part import CpuPart
 from dali_gguf.offload.gpu_slots import NOWHERE
+from dali_gguf.offload.resident import read_experts
 from dali_gguf.routing import LayerExperts, Routing
+from dali_gguf.tensor import Tensor
 
 TOLERANCE = 0.05  # of the largest output of the layer
 
@@ -17,7 +19,7 @@ class Verifier:
     """largest: the largest difference so far, relative to the layer's largest output."""
 
     def __init__(self, cpu: CpuPart, traffic):
-        self.cpu, self.traffic = cpu, traffic
+        self.cpu, self.traffic, self.ram = cpu, traffic, traffic.ram
         self.largest, self.where = 0.0, -1
         self.damaged: set[tuple[int, int]] = set()  # (layer, expert) whose slot differs
 
@@ -31,7 +33,11 @@ class Verifier:
         y: np.ndarray,
     ) -> None:
         """host [T, D] the layer's input, y [T, D] what the scheduler made of it."""
-        exact = self.cpu.whole(host, routing, experts)
+        arriving = None
+        if self.ram is not None:
+            used = np.flatnonzero(routing.workload)
+            arriving = self.ram.need(layer, routing, used, used[:0])
+        exact = self.cpu.whole(host, routing, experts, arriving)
         difference = float(np.abs(y - exact).max() / max(float(np.abs(exact).max()), 1e-30))
         if not difference <= self.largest:  # NaN counts as well
             self.largest, self.where = difference, layer
@@ -44,8 +50,11 @@ class Verifier:
         offset = int(slots.place[row, expert])
         if offset == NOWHERE:
             return True
-        held = (part.cpu().numpy() for part in slots.parts(row, offset))
-        return all(np.array_equal(a, t.data) for a, t in zip(held, experts.matrices(expert)))
+        held = [part.cpu().numpy() for part in slots.parts(row, offset)]
+        if self.ram is None:
+            return _same(held, experts.matrices(expert))
+        with read_experts(experts, [expert]) as one:
+            return _same(held, one.matrices(0))
 
     @property
     def failed(self) -> bool:
@@ -67,3 +76,7 @@ class Verifier:
             "ok": not self.failed,
             "damaged_slots": sorted(map(list, self.damaged)),
         }
+
+
+def _same(held: list[np.ndarray], matrices: tuple[Tensor, ...]) -> bool:
+    return all(np.array_equal(a, t.data) for a, t in zip(held, matrices))

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Q
 
 from dali_gguf.config import ModelConfig
 from dali_gguf.errors import InputError
-from dali_gguf.offload.budget import parse_size, show_size
+from dali_gguf.offload.budget import available, parse_size, show_size
 from dali_gguf.offload.memory_plan import demand_of
 from dali_gguf.tensor import Tensor
 
@@ -28,7 +28,8 @@ SCORE_BYTES = 64 << 20  # most memory one block of attention scores may take
 @dataclass(frozen=True, slots=True, eq=False)
 class VramPlan:
     """Bytes by use. slots int64 [L]: resident experts of each layer with experts. spare: slots of
-    each size besides. expert_bytes: all slots together; wanted: bytes of all experts."""
+    each size besides. expert_bytes: all slots together, resident_bytes: without the spare ones;
+    wanted: bytes of all experts."""
 
     room: int
     dense: int
@@ -37,7 +38,12 @@ class VramPlan:
     slots: np.ndarray
     spare: int
     expert_bytes: int
+    resident_bytes: int
     wanted: int
+
+    @property
+    def taken(self) -> int:
+        return self.dense + self.kv + self.scratch + self.expert_bytes
 
     @property
     def fits(self) -> bool:
@@ -74,8 +80,9 @@ def plan_vram(
     else:
         spare = min(SPARE, int(left // SPARE_SHARE // max(1, sizes.sum())))
         slots = _even(left - spare * int(sizes.sum()), slot_bytes, n_expert)
-    taken = int((slots * slot_bytes).sum()) + spare * int(sizes.sum())
-    return VramPlan(room, dense, kv, scratch, slots, spare, taken, wanted)
+    resident = int((slots * slot_bytes).sum())
+    taken = resident + spare * int(sizes.sum())
+    return VramPlan(room, dense, kv, scratch, slots, spare, taken, resident, wanted)
 
 
 def _even(left: int, slot_bytes: np.ndarray, n_expert: int) -> np.ndarray:
@@ -183,3 +190,13 @@ def budget(size: int | str | None, free: int, total: int) -> tuple[int, str | No
             f"--vram {show_size(wanted)} is more than is free; planning with {show_size(usable)}"
         )
     return wanted, None
+
+
+def memory_of(device) -> tuple[int, int]:
+    """(free, total) bytes of a torch.device; cpu-torch pretends with half of what is free."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)
+    free = available().nbytes
+    return free // 2, free
