@@ -13,14 +13,18 @@ import triton
 import triton.language as tl
 from gguf import GGMLQuantizationType
 
-Q4_K = tl.constexpr(12)
-Q5_K = tl.constexpr(13)
-Q6_K = tl.constexpr(14)
-Q8_0 = tl.constexpr(8)
-Q4_0 = tl.constexpr(2)
-MXFP4 = tl.constexpr(39)
-F16 = tl.constexpr(1)
-BF16 = tl.constexpr(30)
+
+class Kind(tl.constexpr):
+    """A ggml type in a kernel's text. At every launch Triton asks of every global whether it is not
+    what it was; a plain constexpr takes more than a microsecond to answer."""
+
+    def __ne__(self, other):
+        return self.value != other.value
+
+
+Q4_K, Q5_K, Q6_K = Kind(12), Kind(13), Kind(14)
+Q8_0, Q4_0, MXFP4 = Kind(8), Kind(2), Kind(39)
+F16, BF16 = Kind(1), Kind(30)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def open_engine(path: Path, share: float) -> Engine:
 
     vram.plan_model = plan
     gpu_tier.GpuTier._costs = lambda self, experts: costs
-    import os; engine = Engine(path, device="cpu-torch", threads=1, n_ctx=1024, prefetch=os.environ.get("PF","residual"), placement=os.environ.get("PL","threshold"), expert_cache=os.environ.get("EC","decayed"))
+    engine = Engine(path, device="cpu-torch", threads=1, n_ctx=1024)
     scheduler = engine.scheduler
     scheduler.choices = replace(scheduler.choices, adapt=False)
     stub_arithmetic(engine, float(costs.costs.c[1]))
