@@ -16,6 +16,7 @@ from dali_gguf.errors import InputError, NumericError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Pass
 from dali_gguf.offload import devices, disk_tier
+from dali_gguf.offload.arena_stats import Since
 from dali_gguf.offload.devices import GpuOptions
 from dali_gguf.offload.gpu_tier import out_of_memory
 from dali_gguf.offload.scheduler import Scheduler
@@ -185,7 +186,7 @@ class Engine:
             last = start + self.options.n_batch >= len(ids)
             logits = self._prefill(ids, start, slice(-1, None) if last else None)
         self.stats = self.stats.prefilled(len(ids), time.perf_counter() - started)
-        before = self.scheduler.disk_stats()
+        disk = Since(self.scheduler)
         for position in range(len(ids), len(ids) + wanted):
             started = time.perf_counter()
             self.stats = self.stats.hashed(hash_logits(logits[0], self.stats.logits_hash))
@@ -196,8 +197,7 @@ class Engine:
             last = position + 1 == len(ids) + wanted
             logits = logits if last else self.forward([token], [position])
             self.stats = self.stats.decoded(0 if last else 1, time.perf_counter() - started)
-            if before is not None:
-                self.stats = self.stats.with_disk(self.scheduler.disk_stats() - before)
+            self.stats = self.stats.with_disk(disk.now(self.scheduler))
             yield token
         self.stats = self.stats.finished("length" if wanted == params.max_tokens else "context")
 

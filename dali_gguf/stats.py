@@ -55,7 +55,7 @@ class Stats:
     def hashed(self, logits_hash: int) -> "Stats":
         return replace(self, logits_hash=logits_hash)
 
-    def with_disk(self, disk: ArenaStats) -> "Stats":
+    def with_disk(self, disk: ArenaStats | None) -> "Stats":
         return replace(self, disk=disk)
 
     def finished(self, reason: str) -> "Stats":

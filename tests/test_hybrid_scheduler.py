@@ -20,6 +20,14 @@ LAYERS, ROUTERS = layers_of(), router_weights()
 N_LAYER, N_EXPERT = 3, 8
 
 
+def test_released_slots_give_their_memory_back_though_views_are_alive():
+    layouts = [TorchDevice(torch.device("cpu")).experts(LAYERS[i]).layout for i in LAYERS]
+    slots = GpuSlots(torch.device("cpu"), layouts, N_EXPERT, np.ones(N_LAYER, np.int64), 2)
+    parts = slots.parts(0, slots.take(0)[0])
+    slots.release()
+    assert parts[0].untyped_storage().size() == 0
+
+
 class Rig:
     """A scheduler over three layers; `per` residents a layer, `spare` slots of each size."""
 

@@ -2,13 +2,14 @@
 
 import errno
 import os
+import threading
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from dali_gguf.errors import ModelFileError  # noqa: E402
+from dali_gguf.errors import MemoryBudgetError, ModelFileError  # noqa: E402
 from dali_gguf.offload import native_loads  # noqa: E402
 from dali_gguf.offload.ram_tier import RamTier  # noqa: E402
 from dali_gguf.offload.staging import buffers_for, staging_bytes  # noqa: E402
@@ -104,6 +105,21 @@ def test_closing_waits_for_reads_that_nobody_wants(tmp_path, open_tier):
     ram.staging.read_ahead([ram.key(2, e) for e in range(N)])
 
 
+def test_an_arena_that_is_too_small_leaves_no_threads(tmp_path):
+    layers = model(tmp_path)
+    with pytest.raises(MemoryBudgetError, match="experts would get"):
+        RamTier(layers, 40960, 4)
+    assert not [t for t in threading.enumerate() if t.name.startswith("disk-")]
+
+
+def test_closed_twice(tmp_path, open_tier):
+    link, ram = open_tier(model(tmp_path))
+    hold(ram, 1, [2])
+    for _ in range(2):  # and a third time by open_tier
+        link.close()
+        ram.close()
+
+
 def test_errors_name_file_tensor_and_offset(tmp_path, open_tier, monkeypatch):
     layers = model(tmp_path)
     link, ram = open_tier(layers)
@@ -130,3 +146,9 @@ def _io_error(*_):
 def test_buffers_for_small_and_large_experts():
     assert buffers_for(1 << 20) == 4 and buffers_for(20 << 20) == 3 and buffers_for(1 << 30) == 2
     assert staging_bytes(4097) == (8 << 20) + 4 * 8192
+
+
+def test_the_budget_covers_the_buffers_of_smaller_experts_too():
+    for slot in np.linspace(4096, 80 << 20, 500).astype(int) // 4096 * 4096:
+        for more in (0, 1, 6 * 4096):  # the plan knows only about how large a slot will be
+            assert staging_bytes(slot + more) >= (8 << 20) + buffers_for(slot) * slot

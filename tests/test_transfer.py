@@ -1,11 +1,15 @@
+import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from dali_gguf.offload import transfer  # noqa: E402
+from dali_gguf.offload.direct_io import Memory  # noqa: E402
 from dali_gguf.offload.transfer import DEMAND, DROPPED, FILL, PREFETCH, Copy, Link  # noqa: E402
 
 
@@ -86,3 +90,78 @@ def test_closing_with_work_left(gate, link):
     assert not link._thread.is_alive()
     link._thread = threading.Thread(target=lambda: None)
     link._thread.start()
+
+
+def test_demand_within_an_offer_of_both_kinds_goes_first(link, gate):
+    first, demand, guess, other = (
+        copy_of(i, kind) for i, kind in enumerate((DEMAND, DEMAND, PREFETCH, DEMAND))
+    )
+    link.offer([first])
+    started(first)
+    link.offer([demand])
+    link.offer([guess, other])
+    gate.set()
+    link.wait(guess)
+    assert gate.order == [0, 1, 3, 2]
+
+
+class Cuda:
+    """torch as transfer.py uses it on a card. Its runtime gives `code` to every request to lock
+    memory, and keeps an error for the next launch."""
+
+    uint8, from_numpy = torch.uint8, staticmethod(torch.from_numpy)
+
+    def __init__(self, code):
+        self.cuda = self
+        self.code, self.error, self.locked, self.calls = code, 0, [], []
+        self.device = self.stream = lambda *_: contextlib.nullcontext()
+
+    def cudart(self):
+        return self
+
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+        self.error = self.code
+        self.locked += [address] * (self.code == 0)
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.locked.remove(address)
+        return 0
+
+    def empty(self, shape, dtype, pin_memory):
+        return torch.empty(shape, dtype=dtype)
+
+    def ones(self, *_, device):
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def synchronize(self, *_):
+        self.calls.append("synchronize")
+
+    def Stream(self, device):  # noqa: N802
+        return self
+
+    def Event(self, enable_timing=False):  # noqa: N802
+        return SimpleNamespace(record=lambda: None, synchronize=lambda: None, query=lambda: True)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_that_the_driver_does_not_lock_goes_through_the_ring(monkeypatch, code):
+    cuda = Cuda(code)
+    monkeypatch.setattr(transfer, "torch", cuda)
+    staging = SimpleNamespace(memory=Memory(8192))
+    link, ringed = Link(SimpleNamespace(type="cuda"), staging), []
+    piece = link._piece
+    link._piece = lambda *parts: (ringed.append(parts), piece(*parts))
+    assert cuda.error == 0, "left for a launch that has nothing to do with it"
+    assert cuda.locked == [staging.memory.address] * (code == 0)
+    copy = copy_of(1)
+    copy.from_disk = True
+    link.offer([copy])
+    copy.issued.wait()
+    assert copy.error is None and len(ringed) == (2 if code else 0)
+    assert all(np.array_equal(source, target.numpy()) for source, target in copy.parts)
+    link.close()
+    link.close()
+    assert not cuda.locked and "synchronize" in cuda.calls

@@ -94,6 +94,24 @@ class ArenaStats:
         return text
 
 
+class Since:
+    """What the arena counted in a run, though a scheduler may be made anew, with its arena."""
+
+    def __init__(self, scheduler):
+        self._scheduler = scheduler
+        self._before = self._last = scheduler.disk_stats()
+
+    def now(self, scheduler) -> ArenaStats | None:
+        """scheduler: the one in use now. None if it has no arena."""
+        stats = scheduler.disk_stats()
+        if stats is None:
+            return None
+        if scheduler is not self._scheduler:
+            self._before = self._before - self._last
+        self._scheduler, self._last = scheduler, stats
+        return stats - self._before
+
+
 def snapshot(counters: Counters, loads, slots) -> ArenaStats:
     """loads: loads.Loads or NativeLoads; slots: slots.Slots."""
     files = loads.files.values()

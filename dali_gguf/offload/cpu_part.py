@@ -14,6 +14,8 @@ from dali_gguf.device import Device
 from dali_gguf.offload.ram_tier import Arriving
 from dali_gguf.routing import LayerExperts, Routing
 
+MARK = object()  # goes through both queues: everything before it is done
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuResult:
@@ -54,10 +56,16 @@ class CpuPart:
             raise result
         return result
 
+    def abandon(self) -> None:
+        """Waits for the end of what was started, and drops it: its result will not be fetched."""
+        self._asked.put(MARK)
+        while self._ended.get() is not MARK:
+            pass
+
     def _work(self) -> None:
         while (job := self._asked.get()) is not None:
             try:
-                self._ended.put(self._run(*job))
+                self._ended.put(job if job is MARK else self._run(*job))
             except BaseException as error:  # raised by result(), in the thread that needs it
                 self._ended.put(error)
 

@@ -81,6 +81,7 @@ def find(spec: str):
         raise InputError(
             f"device {spec!r} is not there; torch sees {count}: cuda:0 to cuda:{count - 1}"
         )
+    torch.cuda.set_device(index)  # events and Triton's launches go to the current device
     return torch.device("cuda", index)
 
 

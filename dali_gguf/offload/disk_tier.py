@@ -110,12 +110,16 @@ def make_scheduler(plan: MemoryPlan, device: Device, experts: dict[int, LayerExp
         return Scheduler(device, experts, routers)
     n_used = config.experts.n_used
     arena = ExpertArena(experts, plan.arena_bytes, growth=GROWTH)
-    check_arena(arena.row_sizes, arena.n_expert, n_used, arena.slots.nbytes)
-    counts = None if file is None else RunCounts(file.paths[0], file, sorted(experts))
-    watch = MemoryWatch(arena, plan.arena_bytes, lambda: room_for(ram))
-    return DiskScheduler(
-        device, experts, routers, arena, n_used, config.n_embd, prefetch, counts, watch
-    )
+    try:
+        check_arena(arena.row_sizes, arena.n_expert, n_used, arena.slots.nbytes)
+        counts = None if file is None else RunCounts(file.paths[0], file, sorted(experts))
+        watch = MemoryWatch(arena, plan.arena_bytes, lambda: room_for(ram))
+        return DiskScheduler(
+            device, experts, routers, arena, n_used, config.n_embd, prefetch, counts, watch
+        )
+    except BaseException:
+        arena.close()
+        raise
 
 
 def read_ahead(file: GGUFFile) -> threading.Thread:

@@ -42,8 +42,12 @@ class GpuSlots:
         self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # by kind and offset
 
     def release(self) -> None:
-        """Gives the memory back; nothing can be taken or computed after."""
+        """Gives the memory back, whoever still knows views of it (copies do, and the frames of an
+        error); nothing can be taken or computed after."""
         self._parts = {}
+        storage = self.memory.untyped_storage()
+        if storage.resizable():  # not where numpy shares it, on a stand-in for a GPU
+            storage.resize_(0)
         self.memory = self.memory[:0].clone()
 
     def spare(self, row: int) -> int:

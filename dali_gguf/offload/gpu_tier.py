@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -130,37 +131,35 @@ class GpuTier:
             return room
         return replace(room, nbytes=max(0, room.nbytes - self.plan_of.taken))
 
-    def make_scheduler(
-        self,
-        model,
-        config: ModelConfig,
-        file: GGUFFile,
-        costs: CostModel | None = None,
-        memory: MemoryPlan | None = None,
-    ) -> Scheduler:
+    def make_scheduler(self, model, config: ModelConfig, file: GGUFFile,
+                       costs: CostModel | None = None,
+                       memory: MemoryPlan | None = None) -> Scheduler:
         """Uploads the weights and the first experts. model: layers.Model. What earlier runs learned
         about the model's routing is kept beside its file. costs None: stored or measured ones.
         memory: the plan of main memory; if it streams, no expert's mapped bytes are touched."""
         self._model = model, config, file
         if memory is not None and memory.streams:
             self._memory = memory
-        self.cpu = cpu_device(self._threads)
         lookup_only = None if model.head is model.embedding else model.embedding
         self.device.upload_weights(skip=lookup_only)
         if not model.experts:
-            self.cpu.close()
             return Scheduler(self.device, model.experts, model.routers)
-        self.costs = costs or self.costs
-        if self.costs is None:
-            from dali_gguf.offload import gpu_measure
-
-            first = model.experts[min(model.experts)]
-            streamed = None if self._memory is None else file.tensors
-            self.costs = gpu_measure.known(self.device, self.cpu, first, streamed)
-        known = RunCounts(file.paths[0], file, sorted(model.experts))
-        scheduler = self._build(model, config, known, self.costs)
+        self.cpu = cpu_device(self._threads)
+        with ExitStack() as undo:  # what is open already is closed if a later step fails
+            undo.callback(self.cpu.close)
+            self.costs = costs or self.costs or self._known_costs(model, file)
+            known = RunCounts(file.paths[0], file, sorted(model.experts))
+            scheduler = self._build(model, config, known, self.costs, undo)
+            undo.pop_all()
         scheduler.cold = known.counts is None and self.options.placement not in STATIC
         return scheduler
+
+    def _known_costs(self, model, file: GGUFFile) -> CostModel:
+        from dali_gguf.offload import gpu_measure
+
+        streamed = None if self._memory is None else file.tensors
+        first = model.experts[min(model.experts)]
+        return gpu_measure.known(self.device, self.cpu, first, streamed)
 
     # ---- while it runs ---------------------------------------------------------------------
 
@@ -208,7 +207,9 @@ class GpuTier:
 
     # ---- its parts -------------------------------------------------------------------------
 
-    def _build(self, model, config: ModelConfig, known: RunCounts, costs: CostModel) -> Scheduler:
+    def _build(self, model, config: ModelConfig, known: RunCounts, costs: CostModel,
+               undo: ExitStack) -> Scheduler:
+        """undo: what is to be closed if something fails on the way."""
         from dali_gguf.offload.hybrid_scheduler import Choices, HybridScheduler
 
         o = self.options
@@ -224,20 +225,13 @@ class GpuTier:
         ram = None
         if self._memory is not None:
             ram = RamTier(model.experts, self._memory.arena_bytes, config.experts.n_used)
+            undo.callback(ram.close)
             ram.arena.rest = self.cpu.rest
         scheduler = HybridScheduler(
-            self.device,
-            self.cpu,
-            model.experts,
-            model.routers,
-            slots,
-            cache,
-            predictor,
-            costs,
-            choices,
-            known,
-            ram,
-        )
+            self.device, self.cpu, model.experts, model.routers, slots, cache, predictor, costs,
+            choices, known, ram,
+        )  # fmt: skip
+        undo.callback(scheduler.close)
         scheduler.traffic.fill_all(resident)
         return scheduler
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dali_gguf.errors import DaliError
 from dali_gguf.offload.cache import ExpertCache, Swap
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.gpu_slots import NOWHERE, GpuSlots
@@ -25,16 +26,9 @@ KEEP_FREE = 1  # spare slots that guesses and fills leave for demanded copies
 class Traffic:
     """Rows are layers with experts, in order. All methods run in the thread that calls moe."""
 
-    def __init__(
-        self,
-        device: TorchDevice,
-        slots: GpuSlots,
-        cache: ExpertCache,
-        experts: dict[int, LayerExperts],
-        layers: list[int],
-        counters: HybridCounters,
-        ram: RamTier | None = None,
-    ):
+    def __init__(self, device: TorchDevice, slots: GpuSlots, cache: ExpertCache,
+                 experts: dict[int, LayerExperts], layers: list[int], counters: HybridCounters,
+                 ram: RamTier | None = None):
         """ram: where experts come from that are in neither slots nor the mapped file."""
         self.ram = ram
         self.device, self.slots, self.cache, self.counters = device, slots, cache, counters
@@ -43,6 +37,7 @@ class Traffic:
         self.coming: list[dict[int, Copy]] = [{} for _ in layers]  # by expert, not yet resident
         self._fills: list[tuple[Copy, Swap]] = []  # under way
         self._done: list[list[Copy]] = [[] for _ in layers]  # used in this step, in spare slots
+        self._unused: list[Copy] = []  # demanded for this layer, not yet given work
         self._orphans: list[Copy] = []  # begun, but no longer wanted
         self._timed: list[Copy] = []
         self._last_use = None  # event after the last launch that read slots
@@ -172,6 +167,7 @@ class Traffic:
         copies = deque(self._start(row, list(waiting), DEMAND, 0)) if waiting else deque()
         for _ in copies:
             waiting.popleft()
+        self._unused += copies
         return copies
 
     def next_group(self, coming: deque[Copy]) -> list[Copy]:
@@ -186,6 +182,7 @@ class Traffic:
     def used(self, row: int, group: list[Copy], reuse: bool) -> None:
         """The device was given work with these. reuse: others wait for their slots."""
         event = self._event()
+        self._unused = [copy for copy in self._unused if copy not in group]
         for copy in group:
             if reuse and copy.kind == DEMAND:
                 self._give(copy, event)
@@ -227,6 +224,13 @@ class Traffic:
             if copy.kind == DEMAND:  # the CPU computed it
                 self._orphans.append(coming.pop(copy.expert))
 
+    def abandon(self, row: int) -> None:
+        """The layer ended with an error: the slots of its copies come back when these have ended."""
+        kept = set(self.coming[row].values())
+        self._orphans += [c for c in self._unused if c not in kept]
+        self._unused = []
+        self.adopt(row, [])
+
     def prefetch(self, row: int, experts: list[int]) -> None:
         for copy in self._start(row, experts, PREFETCH, KEEP_FREE):
             self.coming[row][copy.expert] = copy
@@ -251,9 +255,12 @@ class Traffic:
         for fill in [f for f in self._fills if self.link.arrived(f[0])]:
             self._fills.remove(fill)
             copy, swap = fill
-            self.link.wait(copy)
             row = copy.row
             del self.coming[row][copy.expert]
+            if isinstance(copy.error, DaliError):  # raised when the expert is needed
+                self._give(copy, None)
+                continue
+            self.link.wait(copy)
             if self.cache.started(row, swap):
                 self.cache.finished(row, swap)
                 self.slots.swap(row, swap.load, swap.evict, copy.offset, self._last_use)
@@ -280,6 +287,8 @@ class Traffic:
         self.slots.give(copy.row, copy.offset, event)
 
     def close(self) -> None:
-        self.link.close()
-        if self.ram is not None:
-            self.ram.close()
+        try:
+            self.link.close()
+        finally:
+            if self.ram is not None:
+                self.ram.close()

@@ -112,6 +112,15 @@ class HybridScheduler(Scheduler):
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""
+        try:
+            return self._moe(layer, h, routing)
+        except BaseException:  # the next step must find nothing of this one
+            self._untimed = None
+            self.cpu.abandon()
+            self.traffic.abandon(self.row[layer])
+            raise
+
+    def _moe(self, layer: int, h: Array, routing: Routing) -> Array:
         row, began = self.row[layer], time.perf_counter()
         prefill = len(routing.expert_ids) >= PREFILL
         self._enter(row, len(routing.expert_ids), prefill, began)
@@ -180,15 +189,8 @@ class HybridScheduler(Scheduler):
         self.counters.planned(row, workload, here, plan)
         return plan
 
-    def _gpu_part(
-        self,
-        row: int,
-        h: Array,
-        routing: Routing,
-        residents: np.ndarray,
-        coming: deque[Copy],
-        waiting: deque[int],
-    ) -> Array | None:
+    def _gpu_part(self, row: int, h: Array, routing: Routing, residents: np.ndarray,
+                  coming: deque[Copy], waiting: deque[int]) -> Array | None:
         """Residents at once, then what arrives."""
         self._untimed = (row, None, 0.0)
         if not (residents.size or coming):
@@ -276,10 +278,8 @@ class HybridScheduler(Scheduler):
         self._untimed = None
         out = self.counters.as_dict()
         out["kept"] = {name: self.pays.on[name] for name in self.pays.on}
-        out["link"] = {
-            "bytes": self.traffic.link.bytes,
-            "busy_us": round(self.traffic.link.busy_us),
-        }
+        link = self.traffic.link
+        out["link"] = {"bytes": link.bytes, "busy_us": round(link.busy_us)}
         if self.verifier is not None:
             out["verify"] = self.verifier.as_dict()
         return out

@@ -62,6 +62,7 @@ class NativeReaders:
         return self._scratch[len(self._threads) + channel].ctypes.data
 
     def close(self) -> None:
+        """May be called twice."""
         native.stop(self.ctl, len(self._threads), self.scratch(0))
         for thread in self._threads:
             thread.join()
@@ -69,6 +70,7 @@ class NativeReaders:
             file.close()
         for fd in self._bells:
             os.close(fd)
+        self._threads, self._bells = [], ()
 
 
 class NativeLoads:

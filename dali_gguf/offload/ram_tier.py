@@ -36,14 +36,18 @@ class Arriving:
 
 
 class RamTier:
-    """nbytes: of the arena, which keeps that size. Its methods run in the thread that calls moe, and
-    not between `need` and the end of what it gave, except `holds` and `key`. Raises
+    """nbytes: of the arena, which keeps that size. Its methods run in the thread that calls moe,
+    and not between `need` and the end of what it gave, except `holds` and `key`. Raises
     MemoryBudgetError if nbytes gives a layer fewer than n_used experts."""
 
     def __init__(self, experts: dict[int, LayerExperts], nbytes: int, n_used: int):
         self.arena = ExpertArena(experts, nbytes)
-        check_arena(self.arena.row_sizes, self.arena.n_expert, n_used, self.arena.slots.nbytes)
-        self.staging = Staging(self.arena)
+        try:
+            check_arena(self.arena.row_sizes, self.arena.n_expert, n_used, self.arena.slots.nbytes)
+            self.staging = Staging(self.arena)
+        except BaseException:
+            self.arena.close()
+            raise
         self.n_used, self._filled = n_used, False
         self._read = 0, 0.0  # bytes and seconds when the costs were last corrected
 

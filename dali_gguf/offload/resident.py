@@ -85,5 +85,7 @@ def read_experts(experts: LayerExperts, ids: Sequence[int]) -> Iterator[LayerExp
         name: None if getattr(experts, name) is None else getattr(experts, name)[list(ids)]
         for name in ("gate_bias", "up_bias", "down_bias")
     }
-    yield replace(experts, layer=-1, **matrices, **biases)
-    read.memory.give_back(0, read.memory.nbytes)
+    try:
+        yield replace(experts, layer=-1, **matrices, **biases)
+    finally:
+        read.memory.give_back(0, read.memory.nbytes)

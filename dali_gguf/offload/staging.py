@@ -27,8 +27,9 @@ def buffers_for(slot: int) -> int:
 
 
 def staging_bytes(slot: int) -> int:
-    """Bytes of RAM that copies to the GPU take, for experts of at most `slot` bytes."""
-    return PIECES * PIECE + buffers_for(slot) * page_ceil(slot)
+    """Bytes of RAM that copies to the GPU take at most, for experts of at most `slot` bytes."""
+    slot = page_ceil(slot)
+    return PIECES * PIECE + min(BUFFERS * slot, max(MOST_BYTES, 2 * slot))
 
 
 class Staging:

@@ -3,7 +3,7 @@ than RAM, from the arena or the disk (staging.py), beside everything else.
 
 One thread owns it. Pages of a mapped file cannot be pinned, so on a GPU every piece goes through a
 ring of pinned buffers: while one is on the bus the next is filled. Bytes from disk lie in pinned
-buffers already. The copies run on a stream of their own; who computes with the bytes makes its
+buffers already, if the driver pins them. The copies run on a stream of their own; who computes with the bytes makes its
 stream wait for the copy's event. On the CPU (cpu-torch) the same thread simply copies.
 """
 
@@ -87,7 +87,7 @@ class Link:
         self._queue: deque[Copy] = deque()
         self._lock = threading.Lock()  # of the queue
         self._wake: SimpleQueue = SimpleQueue()  # an entry for every offer: cheaper than Condition
-        self._closed = False
+        self._closed = self._pinned = False
         self._copy = self._plain
         if device.type == "cuda":
             self._ring = torch.empty((PIECES, PIECE), dtype=torch.uint8, pin_memory=True)
@@ -97,21 +97,18 @@ class Link:
             self._turn = 0
             self._copy = self._staged
             if staging is not None:
-                pin(staging.memory)
+                self._pinned = pin(staging.memory, device)
         self._thread = threading.Thread(target=self._run, name="dali-link", daemon=True)
         self._thread.start()
 
     def offer(self, copies: list[Copy]) -> None:
         """Demanded copies go before all others; otherwise first come, first served."""
         with self._lock:
-            for copy in copies:
-                at = 0
-                if copy.kind == DEMAND:
-                    while at < len(self._queue) and self._queue[at].kind == DEMAND:
-                        at += 1
-                else:
-                    at = len(self._queue)
+            others = (i for i, c in enumerate(self._queue) if c.kind != DEMAND)
+            first = next(others, len(self._queue))
+            for at, copy in enumerate((c for c in copies if c.kind == DEMAND), first):
                 self._queue.insert(at, copy)
+            self._queue.extend(c for c in copies if c.kind != DEMAND)
         self._wake.put(None)
 
     def drop(self, copies: list[Copy]) -> list[Copy]:
@@ -212,7 +209,7 @@ class Link:
                 self._stream.wait_event(copy.free)
             start.record()
             for source, target in copy.parts:
-                if copy.from_disk:
+                if copy.from_disk and self._pinned:
                     target.copy_(torch.from_numpy(source), non_blocking=True)
                     continue
                 for at in range(0, source.size, PIECE):
@@ -229,19 +226,39 @@ class Link:
         self._turn = (i + 1) % PIECES
 
     def close(self) -> None:
+        """Drops what has not begun; nothing is written into the targets after. May be called
+        twice."""
         self._closed = True
         self._wake.put(None)
         self._thread.join()
-        if self.device.type == "cuda" and self.staging is not None:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            unpin(self.staging.memory)
+        if self._pinned:
+            self._pinned = False
+            unpin(self.staging.memory, self.device)
 
 
-def pin(memory: Memory) -> None:
-    """Locks its pages, so that copies from it run beside the caller. Where the driver refuses they
-    are merely slower."""
-    torch.cuda.cudart().cudaHostRegister(memory.address, memory.nbytes, 0)
+def pin(memory: Memory, device: torch.device) -> bool:
+    """Locks its pages, so that the device can copy from them by itself. False where the driver
+    refuses, for lack of lockable memory, say."""
+    with torch.cuda.device(device):
+        code = torch.cuda.cudart().cudaHostRegister(memory.address, memory.nbytes, 0)
+    return _accepted(code, device)
 
 
-def unpin(memory: Memory) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.address)
+def unpin(memory: Memory, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        code = torch.cuda.cudart().cudaHostUnregister(memory.address)
+    _accepted(code, device)
+
+
+def _accepted(code, device: torch.device) -> bool:
+    """Whether a call of the CUDA runtime gave success. If not, its error would be that of the next
+    launch, wherever that is: a launch made here takes it away."""
+    if int(code) == 0:
+        return True
+    try:
+        torch.ones(1, device=device)
+    except RuntimeError:
+        pass
+    return False
