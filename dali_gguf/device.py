@@ -1,4 +1,5 @@
-"""The array operations a model is written in. kernels/cpu.py and offload/torch_device.py provide them.
+"""The array operations a model is written in. kernels/cpu.py and offload/torch_device.py provide
+them.
 
 Shapes: T tokens of the step, D n_embd, H heads, G key/value heads, K key size, V value size,
 E experts, A experts used per token, F n_ff_exp. Arrays are float32, and belong to the device
@@ -53,7 +54,8 @@ class Device(Protocol):
     name: str
 
     def weight(self, tensor: Tensor) -> Any:
-        """A handle that this device's matmul, embed and rms_norm take (a CPU returns the Tensor)."""
+        """A handle that this device's matmul, embed and rms_norm take (a CPU returns the
+        Tensor)."""
 
     def vector(self, tensor: Tensor) -> Array:
         """A small tensor (norm, bias, sinks) dequantized to float32 in its own shape."""
@@ -87,10 +89,12 @@ class Device(Protocol):
         the keys (MLA's compressed cache)."""
 
     def attention(self, q: Array, k: Array, v: Array | None, cache: Any, layer: int, step: Step,
-                  scale: float, window: int = 0, sinks: Array | None = None, v_size: int = 0) -> Array:
+                  scale: float, window: int = 0, sinks: Array | None = None,
+                  v_size: int = 0) -> Array:
         """Stores k [T, G, K] and v [T, G, V] at the step's positions, then causal attention of
         q [T, H, K]: [T, H, V]. window > 0: only the last `window` positions are seen. sinks [H]:
-        one extra logit a head that takes part in the softmax only. v None: V = v_size columns of k."""
+        one extra logit a head that takes part in the softmax only. v None: V = v_size columns of
+        k."""
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         """silu(gate) * up, [T, F]."""

@@ -7,10 +7,8 @@ through Triton's interpreter): it shows that the script works, its figures mean 
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,158 +18,16 @@ if DRY:
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from gguf import GGMLQuantizationType as Q  # noqa: E402
-from gguf import quants  # noqa: E402
+
+from tests.gpu_kernels import (  # noqa: E402
+    bandwidth, check, failures, kernels_are_right, overlap, refused_pin,
+)  # fmt: skip
 
 PLACEMENTS = ("threshold", "greedy", "balance", "static-layers", "static-hot", "all-gpu")
-KINDS = (Q.Q4_K, Q.Q6_K, Q.Q8_0, Q.Q4_0, Q.MXFP4)
 SHARES = (0.25, 0.4, 0.6)
 DALI = {"placement": "threshold"}
 RUNS = {"static-layers": {"placement": "static-layers"}, "static-hot": {"placement": "static-hot"},
         "dali": DALI}  # fmt: skip
-failures: list[str] = []
-
-
-def check(good: bool, what: str) -> None:
-    print(f"{'ok    ' if good else 'FAILED'} {what}", flush=True)
-    if not good:
-        failures.append(what)
-
-
-def device_us(work, repeats: int = 20) -> float:
-    """Median time of work() on the device."""
-    work()
-    times = []
-    for _ in range(repeats if not DRY else 2):
-        if not DRY:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000)
-        else:
-            began = time.perf_counter()
-            work()
-            times.append((time.perf_counter() - began) * 1e6)
-    return statistics.median(times)
-
-
-def kernels_are_right(device) -> None:
-    """Each type's fused product against gguf-py's dequantization in float64."""
-    from dali_gguf.offload import triton_matmul
-    from tests.quant_blocks import random_tensor
-
-    cols = 512 if DRY else 2048
-    for kind in KINDS:
-        for n_token in (1, 3, 40):
-            weight = random_tensor(kind, (70, cols), seed=int(kind))
-            x = np.random.default_rng(1).normal(size=(n_token, cols)).astype(np.float32)
-            data = torch.from_numpy(weight.data.copy()).to(device)
-            ours = triton_matmul.matmul(torch.from_numpy(x).to(device), data, kind, 70)
-            dense = quants.dequantize(weight.data.reshape(70, -1), kind)
-            exact = x.astype(np.float64) @ dense.astype(np.float64).T
-            error = np.abs(ours.cpu().numpy() - exact).max() / np.abs(exact).max()
-            limit = 2e-5 if n_token <= triton_matmul.VECTOR_ROWS else 3e-3  # half precision
-            check(error < limit, f"kernel {kind.name:5s} {n_token:2d} tokens: error {error:.1e}")
-
-
-def bandwidth(device) -> None:
-    """GB/s of the decode kernel on the matrices of 8 experts, as share of a copy's."""
-    from dali_gguf.offload import triton_matmul as tm
-
-    rows, cols, n = (64, 512, 2) if DRY else (768, 2048, 8)
-    big = torch.empty((1 << 16) if DRY else (1 << 29), dtype=torch.uint8, device=device)
-    half = big.numel() // 2
-    peak = 2 * half / device_us(lambda: big[:half].copy_(big[half:])) / 1e3
-    print(f"       device memory copies {peak:.0f} GB/s (read and written)")
-    x = torch.randn(1, cols, device=device)
-    for kind in KINDS:
-        for tiles in (
-            tm.Tiles(8, 4),
-            tm.Tiles(4, 4),
-            tm.Tiles(8, 2),
-            tm.Tiles(16, 4),
-            tm.Tiles(4, 2),
-        ):
-            used, us = experts_us(tm, device, big, x, kind, rows, cols, n, tiles)
-            speed = used / us / 1e3
-            print(
-                f"       {kind.name:5s} gate and up of {n} experts, {tiles.vector_rows:2d} rows "
-                f"{tiles.vector_warps} warps: {us:6.1f} us {speed:6.0f} GB/s, {speed / peak:4.0%}"
-            )
-            if DRY:
-                break
-
-
-def experts_us(tm, device, big, x, kind, rows, cols, n, tiles) -> tuple[int, float]:
-    """(bytes, us) of one grouped launch; every call takes other bytes, not the device's cache."""
-    from dali_gguf.offload.torch_moe import PairTable
-    from dali_gguf.routing import Routing
-
-    block, nbytes = tm.GGML_QUANT_SIZES[kind]
-    matrix = rows * cols // block * nbytes
-    size = 2 * matrix
-    ids = np.arange(n, dtype=np.int32)[None]
-    routing = Routing(ids, np.ones((1, n), np.float32), np.ones(n, np.int64))
-    table, turn, fits = PairTable(device, n), [0], big.numel() // (size * n)
-    kept, tm.TILES = tm.TILES, tiles
-    matrices = tm.Matrices(big, kind, rows, cols, 0, matrix, "silu")
-
-    def work():
-        turn[0] = (turn[0] + 1) % max(fits, 1)
-        at = (turn[0] * n + np.arange(n, dtype=np.int64)) * size
-        pairs = table.build(routing, np.arange(n), at)
-        tm.grouped(x, matrices, tm.Jobs(pairs, table.table, table.floats))
-
-    try:
-        return size * n, device_us(work)
-    finally:
-        tm.TILES = kept
-
-
-def overlap(device) -> None:
-    """Copies run beside compute: together they take less than one after the other."""
-    from dali_gguf.offload.transfer import DEMAND, Copy, Link
-
-    size = (1 << 20) if DRY else (64 << 20)
-    source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    target = torch.empty(size, dtype=torch.uint8, device=device)
-    a = torch.randn(256 if DRY else 4096, 256 if DRY else 4096, device=device)
-    link = Link(device)
-
-    def compute():
-        for _ in range(10):
-            a @ a
-
-    def sync():
-        if not DRY:
-            torch.cuda.synchronize()
-
-    def took(with_copy: bool, with_compute: bool) -> float:
-        sync()
-        began = time.perf_counter()
-        copy = Copy(0, 0, 0, DEMAND, [(source, target)])
-        if with_copy:
-            link.offer([copy])
-        if with_compute:
-            compute()
-        if with_copy:
-            link.wait(copy)
-        sync()
-        return time.perf_counter() - began
-
-    took(True, True)
-    alone = [min(took(*which) for _ in range(5)) for which in ((True, False), (False, True))]
-    both = min(took(True, True) for _ in range(5))
-    link.close()
-    hidden = (sum(alone) - both) / min(alone)
-    print(
-        f"       copy {alone[0] * 1e3:.1f} ms ({size / alone[0] / 1e9:.1f} GB/s), compute "
-        f"{alone[1] * 1e3:.1f} ms, together {both * 1e3:.1f} ms"
-    )
-    check(hidden > 0.5 or DRY, f"copies and compute overlap: {hidden:.0%} of the shorter is hidden")
-    check(torch.equal(target.cpu(), torch.from_numpy(source)), "the copied bytes are right")
 
 
 def same_tokens(folder: Path, spec: str) -> None:
@@ -282,7 +138,7 @@ def main() -> int:
         f"       {'dry run' if DRY else torch.cuda.get_device_name(0)}, torch {torch.__version__}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        for part in (kernels_are_right, bandwidth, overlap):
+        for part in (kernels_are_right, bandwidth, overlap, refused_pin):
             part(device)
         for part in (same_tokens, rates):
             part(Path(folder), spec)

@@ -28,8 +28,10 @@ def made_up_costs(monkeypatch, request):
     """Costs that make the GPU worth using; what torch really takes on a CPU would not."""
     if "measured" in request.keywords:
         return
-    costs = lambda *_: CostModel([1, 2, 4], [90, 120, 180], [40, 45, 50], copy_us=60, r=0.8)  # noqa: E731
-    monkeypatch.setattr(gpu_measure, "measure", costs)
+    costs = [1, 2, 4], [90, 120, 180], [40, 45, 50]
+    monkeypatch.setattr(
+        gpu_measure, "measure", lambda *_: CostModel(*costs, copy_us=60, r=0.8)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +157,14 @@ def test_no_torch_says_so_once(capsys, monkeypatch):
     assert "needs torch, which is not installed" in capsys.readouterr().err
 
 
-def test_a_card_that_is_not_there(monkeypatch):
+def test_a_card_becomes_the_current_one_or_is_not_there(monkeypatch):
+    """Events are recorded, and Triton's kernels launched, on the current device."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices.find("cuda") == torch.device("cuda", 0)
-    assert devices.find("cuda:1") == torch.device("cuda", 1)
+    assert devices.find("cuda:1") == torch.device("cuda", 1) and chosen == [0, 1]
     with pytest.raises(InputError, match="'cuda:2' is not there; torch sees 2: cuda:0 to cuda:1"):
         devices.find("cuda:2")
 

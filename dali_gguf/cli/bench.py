@@ -110,7 +110,8 @@ def prefill(engine: Engine, n: int) -> None:
     for start in range(0, n, engine.options.n_batch):
         part = ids[start : start + engine.options.n_batch]
         last = start + len(part) == n
-        engine.forward(part, np.arange(start, start + len(part)), rows=slice(-1, None) if last else None)
+        rows = slice(-1, None) if last else None
+        engine.forward(part, np.arange(start, start + len(part)), rows=rows)
 
 
 def decode(engine: Engine, n: int, sequences: int) -> None:

@@ -1,5 +1,4 @@
 """Experts in RAM: slots of one anonymous memory, filled by direct reads, emptied by the policy.
-
 A slot belongs to an expert from the moment its read is queued; the expert counts as resident only
 when the read has ended. All tables are changed by the one thread that calls need(), hint() and
 fill(); the reader threads only count down an expert's ranges and report it.
@@ -23,8 +22,7 @@ GROUP = RING // 4
 
 
 class ExpertArena:
-    """need(layer, ids) yields experts as they arrive; addresses(layer) tells where their bytes
-    lie."""
+    """need(layer, ids) yields experts as they arrive; addresses(layer): where their bytes lie."""
 
     def __init__(self, layers: dict[int, LayerExperts], nbytes: int,
                  half_life: float = HALF_LIFE, threads: int = THREADS, direct: bool = True,
@@ -278,8 +276,10 @@ class ExpertArena:
     def _wait(self) -> list[int]:
         """Blocks until an expert arrives; returns it and those that came with it."""
         self.rest(True)
-        ended = self.loads.wait()
-        self.rest(False)
+        try:
+            ended = self.loads.wait()
+        finally:
+            self.rest(False)
         return self._take_note(ended)
 
     def _take_note(self, ended: list[Ended]) -> list[int]:

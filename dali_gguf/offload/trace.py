@@ -65,9 +65,9 @@ class Trace:
         found, expected = (self.n_layer, self.n_expert, self.n_used), (n_layer, n_expert, n_used)
         if found != expected:
             raise InputError(
-                f"trace of another model: it has {found[0]} layers of {found[1]} experts, {found[2]}"
-                f" used; {what} has {expected[0]} of {expected[1]}, {expected[2]} used: record one "
-                "with dali-gguf trace"
+                f"trace of another model: it has {found[0]} layers of {found[1]} experts, "
+                f"{found[2]} used; {what} has {expected[0]} of {expected[1]}, {expected[2]} used: "
+                "record one with dali-gguf trace"
             )
 
 
