@@ -214,6 +214,13 @@ def test_wrong_flags_are_one_line(plain, capsys, arguments):
     assert flag.strip("-").split("-")[0] in error
 
 
+def test_an_unknown_flag_points_at_the_help_of_its_command(plain, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", plain, "-p", "a", "--bogus"])
+    wanted = "dali-gguf run: unrecognized arguments: --bogus; see dali-gguf run --help\n"
+    assert capsys.readouterr().err == wanted
+
+
 def test_prompt_longer_than_the_context(plain, capsys):
     error = refused(capsys, plain, "-p", "w1 " * 200, "-c", "32")
     assert "32" in error or "31" in error

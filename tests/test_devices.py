@@ -169,6 +169,12 @@ def test_a_card_becomes_the_current_one_or_is_not_there(monkeypatch):
         devices.find("cuda:2")
 
 
+def test_gpu_memory_without_a_gpu_is_pointed_out(path, capsys):
+    with Engine(path, vram="1G", threads=1, **SIZES) as engine:
+        assert engine.device.name == "cpu"
+    assert "--vram is for a GPU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("spec", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "cpu-torch:1", ""])
 def test_unknown_devices(spec):
     with pytest.raises(InputError, match="is not known"):

@@ -62,6 +62,10 @@ def test_which_tensors_are_experts(name, expert):
 def test_what_a_gpu_holds_needs_no_memory():
     beside = DEMAND.beside_gpu(on_gpu=12 * GIB, staging=GIB // 8)
     assert beside.fixed == DEMAND.fixed - GIB + GIB // 8, "the KV cache lies on the GPU"
+    for demand, named in ((DEMAND, True), (beside, False)):
+        with pytest.raises(MemoryBudgetError) as error:
+            plan_memory(demand, room(1), GIB)
+        assert ("KV cache" in str(error.value)) == named
     assert not plan_memory(beside, room(8), GIB).streams
     plan = plan_memory(beside, room(5), GIB)
     assert plan.streams and plan.arena_bytes + beside.fixed <= 5 * GIB

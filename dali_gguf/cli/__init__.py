@@ -52,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
             module = importlib.import_module(f"dali_gguf.cli.{name}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return args.run(args)
     except DaliError as error:

@@ -29,6 +29,8 @@ def plan_gpu(
     No GPU, no torch, or too little GPU memory: says so in one line. InputError for a device that is
     not known or a card that is not there."""
     device = find(spec) if isinstance(spec, str) else None
+    if spec == "cpu" and options.vram is not None:
+        say("--vram is for a GPU, and the device is cpu: add --device cuda, or auto")
     if device is None:
         return None
     return GpuTier.plan(device, threads, options, tensors, config, load)

@@ -107,10 +107,11 @@ def plan_memory(demand: Demand, room: Room, least_arena: int) -> MemoryPlan:
 
 def _too_little(demand: Demand, room: Room, needed: int, spare: float) -> MemoryBudgetError:
     smallest = -(-(int(needed / (1 - spare)) + room.taken) // (1 << 20)) + 1
+    kv = f"the KV cache {show_size(demand.kv)}, " if demand.kv else ""
     staging = f"copies to the GPU {show_size(demand.staging)}, " if demand.staging else ""
     return MemoryBudgetError(
         f"{show_size(room.nbytes)} of memory ({room.source}) is too little: weights other than "
-        f"experts take {show_size(demand.dense)}, the KV cache {show_size(demand.kv)}, one step "
+        f"experts take {show_size(demand.dense)}, {kv}one step "
         f"{show_size(demand.scratch)}, {staging}the program {show_size(RUNTIME)}; "
         f"{smallest}M would work"
     )
