@@ -225,7 +225,7 @@ class Traffic:
                 self._orphans.append(coming.pop(copy.expert))
 
     def abandon(self, row: int) -> None:
-        """The layer ended with an error: the slots of its copies come back when these have ended."""
+        """The layer ended with an error: its copies give their slots back when they have ended."""
         kept = set(self.coming[row].values())
         self._orphans += [c for c in self._unused if c not in kept]
         self._unused = []

@@ -3,8 +3,9 @@ than RAM, from the arena or the disk (staging.py), beside everything else.
 
 One thread owns it. Pages of a mapped file cannot be pinned, so on a GPU every piece goes through a
 ring of pinned buffers: while one is on the bus the next is filled. Bytes from disk lie in pinned
-buffers already, if the driver pins them. The copies run on a stream of their own; who computes with the bytes makes its
-stream wait for the copy's event. On the CPU (cpu-torch) the same thread simply copies.
+buffers already, if the driver pins them. The copies run on a stream of their own; who computes with
+the bytes makes its stream wait for the copy's event. On the CPU (cpu-torch) the same thread simply
+copies.
 """
 
 import threading
