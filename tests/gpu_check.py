@@ -26,7 +26,7 @@ from gguf import quants  # noqa: E402
 PLACEMENTS = ("threshold", "greedy", "balance", "static-layers", "static-hot", "all-gpu")
 KINDS = (Q.Q4_K, Q.Q6_K, Q.Q8_0, Q.Q4_0, Q.MXFP4)
 SHARES = (0.25, 0.4, 0.6)
-DALI = {"placement": "threshold"}
+DALI = {}
 RUNS = {"static-layers": {"placement": "static-layers"}, "static-hot": {"placement": "static-hot"},
         "dali": DALI}  # fmt: skip
 failures: list[str] = []

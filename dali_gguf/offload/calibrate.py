@@ -26,6 +26,9 @@ class TimedScheduler:
     def __init__(self, inner):
         self.inner, self.seconds = inner, 0.0
 
+    def route(self, layer, h, router):
+        return self.inner.route(layer, h, router)
+
     def moe(self, layer, h, routing):
         started = time.perf_counter()
         y = self.inner.moe(layer, h, routing)

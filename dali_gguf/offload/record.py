@@ -30,6 +30,9 @@ class RecordingScheduler:
         self.weights: dict[int, list] = {layer: [] for layer in self.ids}
         self.inputs: dict[int, list] = {layer: [] for layer in self.ids}
 
+    def route(self, layer: int, h: Array, router) -> Routing:
+        return self.inner.route(layer, h, router)
+
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         self.ids[layer].append(routing.expert_ids.astype(np.int16))
         self.weights[layer].append(routing.weights.astype(np.float16))

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch  # noqa: E402
 
 from dali_gguf.engine import Engine  # noqa: E402
-from dali_gguf.offload import cost, gpu_tier, torch_moe, vram  # noqa: E402
+from dali_gguf.offload import cost, gpu_measure, torch_moe, vram  # noqa: E402
 from dali_gguf.offload.cost import CostModel  # noqa: E402
 from tests.benchmarks.disk_model import STICKY, Shape, write_model  # noqa: E402
 
@@ -74,7 +74,7 @@ class Watch:
         self._moe(scheduler)
 
     def _route(self, device) -> None:
-        inner = device.route
+        inner = device.route_host
 
         def route(*args):
             started = time.perf_counter()
@@ -82,7 +82,7 @@ class Watch:
             self.samples["route"].append(1e6 * (time.perf_counter() - started))
             return result
 
-        device.route = route
+        device.route_host = route
 
     def _end_of(self, owner, name: str, phase: str) -> None:
         inner = getattr(owner, name)
@@ -148,7 +148,7 @@ def open_engine(path: Path, share: float) -> Engine:
         return plan_model(tensors, config, fixed + int(share * everything.wanted), *rest)
 
     vram.plan_model = plan
-    gpu_tier.GpuTier._costs = lambda self, experts: costs
+    gpu_measure.known = lambda *_: costs
     engine = Engine(path, device="cpu-torch", threads=1, n_ctx=1024)
     scheduler = engine.scheduler
     scheduler.choices = replace(scheduler.choices, adapt=False)
