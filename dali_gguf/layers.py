@@ -215,7 +215,7 @@ class Model:
         """Logits [R, n_vocab] of the step's tokens in `rows`; None: only the cache is wanted."""
         if rows == slice(None) and self._replays.suits(run.step.size, run.scheduler):
             plain = lambda step: self._plain(replace(run, step=step))  # noqa: E731
-            return self._replays(run.step, run.cache, plain)
+            return self._replays(run.step, run.cache, run.scheduler, plain)
         return self._plain(run, rows)
 
     def _plain(self, run: Pass, rows: slice | None = slice(None)) -> Array | None:

@@ -26,6 +26,8 @@ class DiskScheduler(Scheduler):
     """prefetch False: never guess. The arena is closed with the scheduler. counts: of this run,
     kept for the next one. watch: of the memory that is left."""
 
+    recordable = False
+
     def __init__(self, device: Device, experts: dict[int, LayerExperts], routers: dict[int, tuple],
                  arena: ExpertArena, n_used: int, n_embd: int, prefetch: bool = True,
                  counts: RunCounts | None = None, watch: MemoryWatch | None = None):

@@ -45,6 +45,8 @@ FREE_LINK = 0.95  # CPU speed while copying above which guesses start without wa
 class HybridScheduler(Scheduler):
     """moe(layer, h, routing) -> y. experts, routers: by layer number, as in scheduler.Scheduler."""
 
+    recordable = False
+
     def __init__(
         self,
         device: TorchDevice,

@@ -22,6 +22,8 @@ class RecordingScheduler:
 
     keep_inputs can be switched off when enough is recorded."""
 
+    recordable = False
+
     def __init__(self, inner):
         self.inner = inner
         self.device, self.experts, self.routers = inner.device, inner.experts, inner.routers

@@ -15,6 +15,8 @@ class Scheduler:
     routers: layer -> (handle of the router matrix [E, D], its rule), for predictions.
     """
 
+    recordable = True  # moe is made of the device's operations: a program may repeat a step
+
     def __init__(self, device: Device, experts: dict[int, LayerExperts], routers: dict[int, tuple]):
         self.device = device
         self.experts = experts
