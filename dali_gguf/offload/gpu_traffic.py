@@ -165,6 +165,10 @@ class Traffic:
             ids, at = ids[there], at[there]
         return ids, at, late
 
+    def late(self, row: int) -> bool:
+        """Whether a copy for the layer is still on its way."""
+        return not all(self.link.arrived(copy) for copy in self.coming[row].values())
+
     # ---- copies for this step --------------------------------------------------------------
 
     def demand(self, row: int, waiting: deque[int]) -> deque[Copy]:

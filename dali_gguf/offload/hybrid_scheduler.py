@@ -1,7 +1,9 @@
 """Experts of a layer on CPU and GPU side by side: the scheduler seam for a device with slots.
 
-One layer: plan who computes what; copies start first; the CPU's experts run in their thread while
-the GPU computes its residents, then the copied ones as they arrive; the outputs add up. Afterwards
+One layer: plan who computes what; copies start first; the GPU is given its residents, then the
+copied ones as they arrive; the CPU's experts run meanwhile: in a thread of their own where copies
+are waited for or the device computes in the calling thread, else in the calling thread, since a
+launch returns at once and waking a thread costs more than it hides. The outputs add up. Afterwards
 the cache is told what was used, and guesses for the next layer go on the link while it idles. A
 model larger than main memory has its other experts in an arena and on disk (ram_tier.py).
 """
@@ -77,6 +79,7 @@ class HybridScheduler(Scheduler):
         self.ram, self.paired = ram, paired
         self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters, ram)
         self.cpu = CpuPart(cpu)
+        self.launches = device.device.type == "cuda"  # the device computes on its own
         self.timer, self._untimed = GpuTimer(device.device), None
         self.pays = Pays(choices.candidates(predictor is not None))
         self.verifier = Verifier(self.cpu, self.traffic) if choices.verify else None
@@ -107,11 +110,15 @@ class HybridScheduler(Scheduler):
         on_cpu, copy = plan.cpu, deque(plan.copy.tolist())
         coming = self.traffic.demand(row, copy)
         arriving = None if self.ram is None else self.ram.need(layer, routing, on_cpu, plan.copy)
-        if on_cpu.size:
+        beside = bool(coming) or arriving is not None  # the CPU's part runs in its own thread
+        beside = beside or not self.launches or self.traffic.late(row)
+        if on_cpu.size and beside:
             self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
         self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
         before = self._untimed
         y = self._gpu_part(row, h, routing, plan.gpu, coming, copy)
+        if on_cpu.size and not beside:
+            self.cpu.run(host, routing, self.experts[layer], on_cpu)
         self._read_times(before, y is not None)
         at_once = self.model.costs.r > FREE_LINK
         later = self._account(row, host, routing, prefill, at_once)
