@@ -130,7 +130,7 @@ def test_caches_and_guesses(rig, cache, prefetch):
 
 
 def test_the_cpu_part_in_the_calling_thread(rig):
-    """As on a GPU, whose launches return at once: the thread is used where copies are waited for."""
+    """As on a GPU, whose launches return at once: a thread only where copies are waited for."""
     r = rig()
     r.scheduler.launches = True
     calls = {"run": 0, "start": 0}

@@ -7,8 +7,8 @@ DYNAMIC = ("threshold", "greedy", "optimal", "balance")  # placements that may c
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """verify: recompute everything on the CPU. adapt: only what pays stays on. named: the user asked
-    for this placement, so that nothing of it is switched off."""
+    """verify: recompute everything on the CPU. adapt: only what pays stays on. named: the user
+    asked for this placement, so that nothing of it is switched off."""
 
     placement: str = "threshold"
     prefetch: str = "residual"

@@ -27,7 +27,8 @@ class CpuResult:
 
 
 class CpuPart:
-    """cpu: a device with moe_begin, moe_run and moe_end. One share at a time: start or run, then result."""
+    """cpu: a device with moe_begin, moe_run and moe_end. One share at a time: start or run, then
+    result."""
 
     def __init__(self, cpu: Device):
         self.cpu = cpu

@@ -1,4 +1,4 @@
-"""What the hybrid scheduler needs of a model's routers: the predictor, and neighbours as one product."""
+"""What the hybrid scheduler needs of a model's routers: predictor, and neighbours as one product."""
 
 import numpy as np
 
@@ -15,9 +15,7 @@ def host_bias(device: TorchDevice, model, layer: int) -> np.ndarray | None:
     return None if bias is None else device.to_host(bias)
 
 
-def predictor(
-    kind: str, device: TorchDevice, model, n_used: int, known: RunCounts
-) -> Predictor:
+def predictor(kind: str, device: TorchDevice, model, n_used: int, known: RunCounts) -> Predictor:
     """With what earlier runs learned. model: layers.Model."""
     routers = {}
     for layer, (weight, rule) in model.routers.items():

@@ -84,8 +84,8 @@ def allocate(
     spare: int,
     say: Callable[[str], None],
 ) -> tuple[GpuSlots, np.ndarray]:
-    """The slots, and how many int64 [L] each layer has: as many as `wanted` [L], fewer if the device
-    does not have the memory; say tells it."""
+    """The slots, and how many int64 [L] each layer has: as many as `wanted` [L], fewer if the
+    device does not have the memory; say tells it."""
     share = 1.0
     while True:
         slots = (wanted * share).astype(np.int64)

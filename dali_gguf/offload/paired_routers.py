@@ -1,5 +1,5 @@
-"""The router of a layer and that of the next one as one product: routing and prediction in one launch
-and one read-back.
+"""The router of a layer and that of the next one as one product: routing and prediction in one
+launch and one read-back.
 
 All routers of a model lie one after another in the device's memory, so that two neighbours are one
 weight [2E, D] without being held twice.

@@ -43,7 +43,8 @@ class TorchWeight:
         t = self.tensor
         if t.type == GGMLQuantizationType.F32:
             return self.data.view(torch.float32).reshape(t.shape)
-        return dequantize(self.data, t.type, self.data.numel() // t.row_bytes, t.cols).reshape(t.shape)
+        rows = self.data.numel() // t.row_bytes
+        return dequantize(self.data, t.type, rows, t.cols).reshape(t.shape)
 
 
 def pairs_of(weights: Sequence[TorchWeight]) -> list[TorchWeight]:
