@@ -1,4 +1,4 @@
-"""What the hybrid scheduler needs of a model's routers: predictor, and neighbours as one product."""
+"""A model's routers for the hybrid scheduler: the predictor, and neighbours as one product."""
 
 import numpy as np
 

@@ -107,8 +107,8 @@ class Predictor:
     In each step and layer call predict, then learn (or learn first: the step before is kept apart).
 
     Both take the router products of h_l where they are known from one stacked product: own [T, E] =
-    W_l h_l and ahead [T, E] = W_{l+1} h_l. Since W_{l+1} r_l is the mean of W_{l+1} h_{l+1} - W_{l+1} h_l,
-    it is learned from these products, and no prediction multiplies anything.
+    W_l h_l and ahead [T, E] = W_{l+1} h_l. Since W_{l+1} r_l is the mean of W_{l+1} h_{l+1} -
+    W_{l+1} h_l, it is learned from these products, and no prediction multiplies anything.
     """
 
     def __init__(
