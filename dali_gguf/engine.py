@@ -76,7 +76,7 @@ class Engine:
         mmap: bool = True,
         ram: int | str | None = None,
         vram: int | str | None = None,
-        placement: str = "threshold",
+        placement: str | None = None,
         prefetch: str = "residual",
         expert_cache: str = "decayed",
         verify: bool = False,
@@ -87,7 +87,8 @@ class Engine:
         memory to use, in bytes or like "6G"; None: what there is. A model that does not fit streams
         its experts from disk. device: cpu, cuda, cuda:1, auto, or cpu-torch (torch on the CPU, as
         if it were a GPU); vram: GPU memory to use; placement, prefetch, expert_cache: DALI's
-        policies; verify: every expert again on the CPU.
+        policies (placement None: threshold, or a static one where that is faster); verify: every
+        expert again on the CPU.
         Raises ModelFileError, UnsupportedError, InputError, MemoryBudgetError.
         """
         gpu = GpuOptions(vram, placement, prefetch, expert_cache, verify)

@@ -14,7 +14,7 @@ from dali_gguf.config import ModelConfig
 from dali_gguf.device import Array, Device, RopeParams, Step
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.replay import Replays
-from dali_gguf.router import RouterRule
+from dali_gguf.router import Router, RouterRule
 from dali_gguf.weights import Weights
 
 
@@ -140,21 +140,17 @@ class MoE:
         activation: str = "silu",
         shared=None,
     ):
-        self.device, self.layer, self.rule, self.shared, self.n_used = (
-            w.device,
-            i,
-            rule,
-            shared,
+        self.device, self.layer, self.shared = w.device, i, shared
+        self.router = Router(
+            w.matrix(f"blk.{i}.ffn_gate_inp.weight", c.experts.n_expert, c.n_embd),
+            w.maybe_vector(f"blk.{i}.ffn_gate_inp.bias", c.experts.n_expert),
             c.experts.n_used,
+            rule,
         )
-        self.router = w.matrix(f"blk.{i}.ffn_gate_inp.weight", c.experts.n_expert, c.n_embd)
-        self.router_bias = w.maybe_vector(f"blk.{i}.ffn_gate_inp.bias", c.experts.n_expert)
         self.experts = w.experts(i, c.experts.n_expert, n_ff, c.n_embd, activation)
 
     def __call__(self, x: Array, run: Pass) -> Array:
-        (logits,) = self.device.matmul(x, self.router)  # [T, E]
-        logits = plus(self.device, logits, self.router_bias)
-        routing = self.device.route(logits, self.n_used, self.rule)
+        routing = run.scheduler.route(self.layer, x, self.router)
         y = run.scheduler.moe(self.layer, x, routing)
         return y if self.shared is None else self.device.add(y, self.shared(x, run))
 
@@ -198,7 +194,7 @@ class Model:
         self.head = self.embedding if tied else w.matrix("output.weight", self.n_vocab, c.n_embd)
         mixtures = {i: layer.feed for i, layer in enumerate(layers) if isinstance(layer.feed, MoE)}
         self.experts = {i: m.experts for i, m in mixtures.items()}
-        self.routers = {i: (m.router, m.rule) for i, m in mixtures.items()}
+        self.routers = {i: (m.router.weight, m.router.rule) for i, m in mixtures.items()}
         rows = (
             0 if tied else embedding.nbytes - embedding.row_bytes
         )  # of the embedding one row is read
@@ -219,7 +215,7 @@ class Model:
         """Logits [R, n_vocab] of the step's tokens in `rows`; None: only the cache is wanted."""
         if rows == slice(None) and self._replays.suits(run.step.size, run.scheduler):
             plain = lambda step: self._plain(replace(run, step=step))  # noqa: E731
-            return self._replays(run.step, run.cache, plain)
+            return self._replays(run.step, run.cache, run.scheduler, plain)
         return self._plain(run, rows)
 
     def _plain(self, run: Pass, rows: slice | None = slice(None)) -> Array | None:

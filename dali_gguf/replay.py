@@ -8,11 +8,12 @@ import numpy as np
 from dali_gguf.device import Array, Device, Step
 from dali_gguf.offload.scheduler import Scheduler
 
+Key = tuple[int, int, Scheduler]  # tokens, id of the cache, who runs the experts
 MOST_TOKENS = 8  # of a step: Python does not matter for larger ones
 
 
 class Replays:
-    """One program for each number of tokens and cache.
+    """One program for each number of tokens, cache and scheduler.
 
     A program is first run beside the plain way, on another step than the one it was recorded from:
     only one that gives the same bits is used.
@@ -20,17 +21,19 @@ class Replays:
 
     def __init__(self, device: Device):
         self.device = device
-        self._programs: dict[tuple[int, int], Any] = {}
-        self._proven: set[tuple[int, int]] = set()
-        self._useless: set[tuple[int, int]] = set()
+        self._programs: dict[Key, Any] = {}
+        self._proven: set[Key] = set()
+        self._useless: set[Key] = set()
 
     def suits(self, tokens: int, scheduler: Scheduler) -> bool:
         """Whether a step is small, and its experts run without a scheduler that decides."""
-        return tokens <= MOST_TOKENS and type(scheduler) is Scheduler
+        return tokens <= MOST_TOKENS and scheduler.recordable
 
-    def __call__(self, step: Step, cache: Any, plain: Callable[[Step], Array]) -> Array:
+    def __call__(
+        self, step: Step, cache: Any, scheduler: Scheduler, plain: Callable[[Step], Array]
+    ) -> Array:
         """The step's result, by its program or by plain(step)."""
-        key = step.size, id(cache)
+        key = step.size, id(cache), scheduler
         if key in self._useless:
             return plain(step)
         program = self._programs.get(key)
@@ -43,7 +46,7 @@ class Replays:
         (self._proven if np.array_equal(out, expected) else self._useless).add(key)
         return expected
 
-    def _record(self, key: tuple[int, int], step: Step, plain: Callable[[Step], Array]) -> Array:
+    def _record(self, key: Key, step: Step, plain: Callable[[Step], Array]) -> Array:
         self._programs.pop(key, None)
         self._proven.discard(key)
         program = self.device.start_recording(step)

@@ -1,6 +1,7 @@
 """Router logits -> which experts, with which weights."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,17 @@ class RouterRule:
     normalize: bool = False
     scale: float = 1.0
     bias: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """A layer's router: weight [E, D], a handle of the device; bias [E] of the logits, an array of
+    the device, or None; n_used experts of a token are chosen by rule."""
+
+    weight: Any
+    bias: Any
+    n_used: int
+    rule: RouterRule
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from tests.gpu_kernels import (  # noqa: E402
 
 PLACEMENTS = ("threshold", "greedy", "balance", "static-layers", "static-hot", "all-gpu")
 SHARES = (0.25, 0.4, 0.6)
-DALI = {"placement": "threshold"}
+DALI = {}
 RUNS = {"static-layers": {"placement": "static-layers"}, "static-hot": {"placement": "static-hot"},
         "dali": DALI}  # fmt: skip
 

@@ -1,14 +1,14 @@
 """simulate, trace, plan and calibrate from the command line: output and one-line errors."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dali_gguf.cli import main
-from dali_gguf.offload import report, synthetic
+from dali_gguf.offload import balance, report, synthetic
 from dali_gguf.offload import trace as traces
+from dali_gguf.offload.cost import Costs
 from dali_gguf.offload.hardware_profile import hardware, shape
 from tests.small_gguf import EXPERTS, LAYERS, USED, write_small
 
@@ -139,6 +139,7 @@ def test_impossible_vram(trace_path, model_path, capsys, vram):
 KEYS = """placement_vs_optimal_mean placement_vs_optimal_worst decide_share_of_layer prefetch_recall
 prefetch_recall_next_router prefetch_precision_nonresident cpu_busy gpu_busy
 speedup_prefill_vs_static_layers speedup_decode_vs_static_layers speedup_decode_vs_static_hot
+balance_decode balance_prefill balance_profiles balance_decode_plans_optimal
 profile budget batch trace""".split()
 
 
@@ -158,13 +159,26 @@ def test_report_has_the_promised_keys(trace_path, capsys, monkeypatch):
     assert main(["simulate", trace_path, "--report", "--batch", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("simulated on RTX 3060") and "of Belady" in out
+    assert "balance of CPU and GPU+link, decode" in out and "shortest makespan" in out
+    assert {r["profile"] for r in found["balance_profiles"]} >= {"rtx3060-12g", "rtx4090"}
+
+
+def test_balance_of_a_plan():
+    """Two misses, 30 us each on the CPU or 10 after a copy of 30, one resident of 10: the shortest
+    makespan is 40, with one copy, and the CPU is done after 30."""
+    costs = Costs(np.array([0.0, 30.0]), np.array([0.0, 10.0]), 30.0)
+    one = np.ones(1, np.int64)
+    assert balance.of_plan(np.ones(2, np.int64), one, costs, "static-hot") == 10 / 60
+    assert balance.of_plan(np.ones(2, np.int64), one, costs, "all-gpu") is None
+    both = [(np.array([1, 1, 1]), np.array([0, 0, 1], np.uint8))]
+    assert balance.of_policy(both, costs, "optimal") == 30 / 40
 
 
 def test_synthetic_routing_prefills_faster_than_streaming():
     """The known figure of 1.87x on this profile; the routing is made up, so within 10 %."""
     trace = make_trace()
     study = report.Study(*traces.split(trace), hardware("rtx3060-12g"), shape("qwen3-30b"), 0.4, 2)
-    runs, _ = report.prefill_runs(replace(study), {"residual": traces.split(trace)[1].ids})
+    runs = report.prefill_run(*report.synthetic_prompts(study))
     assert report.over_streaming(runs) == pytest.approx(1.87, rel=0.1)
     made, predicted = synthetic.qwen3_like(2, 6, 64)
     recall = (made.ids[:, :, :, None] == predicted[:, :, None, :]).any(-1).mean()

@@ -10,7 +10,7 @@ from dali_gguf.models import read_config  # noqa: E402
 from dali_gguf.engine import Engine  # noqa: E402
 from dali_gguf.errors import InputError  # noqa: E402
 from dali_gguf.gguf_file import GGUFFile  # noqa: E402
-from dali_gguf.offload import devices, gpu_measure, vram  # noqa: E402
+from dali_gguf.offload import devices, gpu_measure, gpu_slots, gpu_tier, vram  # noqa: E402
 from dali_gguf.offload.cost import CostModel  # noqa: E402
 from dali_gguf.offload.hybrid_scheduler import HybridScheduler  # noqa: E402
 from dali_gguf.offload.scheduler import Scheduler  # noqa: E402
@@ -110,8 +110,6 @@ def test_memory_that_runs_out_makes_a_smaller_plan(path, half, reference, capsys
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return real(*args, **options)
 
-    from dali_gguf.offload import gpu_slots
-
     monkeypatch.setattr(gpu_slots.torch, "empty", empty)
     small = half  # the slots take more than 4000 bytes
     monkeypatch.setattr(devices.GpuTier, "make_scheduler", _slots_only)
@@ -124,7 +122,11 @@ def test_memory_that_runs_out_makes_a_smaller_plan(path, half, reference, capsys
 def _slots_only(tier, model, config, file, memory):
     """Only the part that allocates slots, so that nothing else meets the limit."""
     try:
-        tier._slots(model, np.zeros((LAYERS, EXPERTS)))
+        layouts = [tier.device.experts(e).layout for e in model.experts.values()]
+        plan = tier.plan_of
+        gpu_slots.allocate(
+            tier.device.device, layouts, EXPERTS, plan.slots, plan.spare, gpu_tier.say
+        )
     except torch.OutOfMemoryError:
         pass
     raise StopIteration

@@ -66,7 +66,7 @@ def test_whole_layers_get_a_trial_when_nothing_dynamic_pays(path, half, capsys, 
         pays.trials = dict.fromkeys(pays.trials, 1)
         engine.scheduler.recent_us.extend([1e6] * 24)
         engine.forward([5], [next(steps)])
-        assert engine._tier.options.placement == "threshold"  # something still pays
+        assert engine._tier.placement == "threshold"  # something still pays
         pays.on = dict.fromkeys(pays.on, False)
         engine.forward([5], [next(steps)])
         assert engine.scheduler.choices.placement == "static-layers"
@@ -79,7 +79,52 @@ def test_whole_layers_get_a_trial_when_nothing_dynamic_pays(path, half, capsys, 
         engine.scheduler.recent_us.extend([1e12] * 24)
         engine.forward([5], [next(steps)])
         assert engine.scheduler is settled
-    assert ("fastest split" in capsys.readouterr().err) == stays
+        assert f"placement {placement}" in engine.scheduler.line()
+    assert f"fastest split: {placement} from now on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("placement", ["threshold", "all-gpu"])
+def test_a_placement_that_was_named_stays(path, half, capsys, placement):
+    options = {"vram": half, "placement": placement, **SIZES}
+    with Engine(path, device="cpu-torch", threads=1, **options) as engine:
+        engine.forward([5], [0])
+        scheduler = engine.scheduler
+        assert not {"copies", "moves"} & set(scheduler.pays.on)
+        scheduler.pays.trials = dict.fromkeys(scheduler.pays.trials, 1)
+        scheduler.pays.on = dict.fromkeys(scheduler.pays.on, False)
+        scheduler.recent_us.extend([1e6] * 24)
+        engine.forward([5], [1])
+        assert engine.scheduler is scheduler
+        assert f"placement {placement} as asked" in scheduler.line()
+    assert "from now on" not in capsys.readouterr().err
+
+
+def test_routing_and_prediction_are_one_product(path, half, reference, monkeypatch):
+    """As separate products: the same text, and the same guesses."""
+    texts, guessed = [], []
+    for stacked in (True, False):
+        if not stacked:
+            monkeypatch.setattr("dali_gguf.offload.torch_weight.pairs_of", lambda weights: [])
+        options = {"vram": half, "placement": "threshold", **SIZES}
+        with Engine(path, device="cpu-torch", threads=1, **options) as engine:
+            assert (engine.scheduler.paired is not None) == stacked
+            seen, predictor = [], engine.scheduler.guesser.predictor
+            real = predictor.ranking
+
+            def ranking(layer, h, ahead=None):
+                assert (ahead is not None) == stacked
+                seen.append(real(layer, h, ahead))
+                return seen[-1]
+
+            predictor.ranking = ranking
+            engine.scheduler.gap.room = lambda *_: 100
+            texts.append(list(engine.tokens(PROMPT, GREEDY)))
+            guessed.append(seen)
+    assert texts[0] == texts[1] == reference[0]
+    together = min(map(len, guessed))  # trials of single features differ in time
+    assert together > 4
+    for a, b in list(zip(*guessed))[:4]:
+        assert np.abs(a - b).max() < 1e-3 * np.abs(b).max()
 
 
 def test_stored_costs_are_used(path, half, monkeypatch):

@@ -137,6 +137,24 @@ def test_caches_and_guesses(rig, cache, prefetch):
         assert r.total("adopted") + r.total("fills") > 0
 
 
+def test_the_cpu_part_in_the_calling_thread(rig):
+    """As on a GPU, whose launches return at once: a thread only where copies are waited for."""
+    r = rig()
+    r.scheduler.launches = True
+    calls = {"run": 0, "start": 0}
+    for name in calls:
+
+        def counted(*args, name=name, real=getattr(r.scheduler.cpu, name)):
+            calls[name] += 1
+            return real(*args)
+
+        setattr(r.scheduler.cpu, name, counted)
+    assert r.run(20) < 1e-4
+    assert r.run(3, tokens=5) < 1e-4
+    r.check()
+    assert calls["run"] > 0 and calls["start"] > 0
+
+
 def test_prefill_streams_more_experts_than_there_are_spare_slots(rig):
     r = rig(placement="all-gpu", per=1)
     assert r.run(2, tokens=40) < 1e-4

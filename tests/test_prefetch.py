@@ -56,13 +56,28 @@ def test_residual_learns_the_mean_difference():
     assert (predictor.predict(1, h) == top_counts((h + predictor.mean[1]) @ WEIGHTS[2].T)).all()
 
 
-def test_stacked_product_is_own_and_next_logits():
-    predictor = Predictor("residual", ROUTERS, means={1: hidden(1)[0], 2: hidden(1)[0]})
-    h = hidden(3)
-    weight, bias = predictor.stacked(1)
-    out = h @ weight.T + bias
-    assert out[:, :E] == pytest.approx(h @ WEIGHTS[1].T, abs=1e-4)
-    assert out[:, E:] == pytest.approx(predictor.ranking(1, h), abs=1e-4)
+@pytest.mark.parametrize("kind", ["residual", "next-router"])
+def test_products_that_are_known_give_the_same_predictions(kind):
+    """The mean learned from products alone against W (h + mean), from stored means on, over steps
+    of other sizes and one in which the products were not known."""
+    means = {1: hidden(1)[0], 2: hidden(1)[0]}
+    known, plain = (Predictor(kind, ROUTERS, means=means) for _ in range(2))
+    known.seen = dict.fromkeys(known.seen, 3)
+    plain.seen = dict.fromkeys(plain.seen, 3)
+    layers = sorted(WEIGHTS)
+    for step in range(30):
+        h = hidden(1 + step % 4)
+        for layer, following in zip(layers, [*layers[1:], None]):
+            own = h @ WEIGHTS[layer].T
+            ahead = None if following is None else h @ WEIGHTS[following].T
+            if step == 11:
+                own = ahead = None
+            known.learn(layer, h, own, ahead)
+            plain.learn(layer, h)
+            if following is not None:
+                expected = plain.ranking(layer, h)
+                assert known.ranking(layer, h, ahead) == pytest.approx(expected, abs=1e-4)
+            h = h + 0.3 * hidden(len(h)) + 1
 
 
 def test_linear_uses_the_token_before_and_falls_back():

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from dali_gguf.cli.arguments import add_model, model_path, whole
+from dali_gguf.cli.run import compile_kernels
 from dali_gguf.engine import Engine
 from dali_gguf.offload import cost_store, devices
 from dali_gguf.offload.calibrate import calibrate
@@ -23,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     found = devices.find(args.device)
     gpu, name = open_gpu(found)
-    with Engine(model_path(args), threads=args.threads, n_ctx=64) as engine:
+    path = model_path(args)
+    compile_kernels(path)
+    with Engine(path, threads=args.threads, n_ctx=64) as engine:
         threads = engine.device.threads
         if engine.scheduler.experts and not args.force:
             shape = cost_store.shape_name(engine.scheduler.experts[min(engine.scheduler.experts)])
@@ -34,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
         profile = calibrate(
             engine, threads, gpu, name, lambda text: print(f"calibrate: {text} ..", file=sys.stderr)
         )
-    path = cost_store.save(profile)
-    show(profile, f"kept in {path}")
+    show(profile, f"kept in {cost_store.save(profile)}")
     return 0
 
 

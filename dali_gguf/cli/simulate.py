@@ -7,10 +7,10 @@ from pathlib import Path
 
 from dali_gguf.cli.arguments import number, size, whole
 from dali_gguf.errors import InputError
-from dali_gguf.offload import cache, hardware_profile, placement, predict_trace, prefetch
+from dali_gguf.offload import balance, cache, hardware_profile, placement, predict_trace, prefetch
 from dali_gguf.offload import simulate as sim
 from dali_gguf.offload import trace as traces
-from dali_gguf.offload.report import GOALS, Study, full_report, prefill_policies, table
+from dali_gguf.offload.report import GOALS, Study, full_report, table
 
 HELP = "replay a routing trace on a hardware profile"
 COLUMNS = (
@@ -122,7 +122,7 @@ def say(text: str) -> None:
 
 def chosen_policies(args: argparse.Namespace) -> list[sim.Policy]:
     if args.prefill:
-        return prefill_policies()
+        return sim.prefill_policies()
     return sim.policies(args.expert_cache, args.placement, args.prefetch, args.prefetch_count)
 
 
@@ -186,6 +186,8 @@ def report(args: argparse.Namespace, study: Study) -> int:
     print(f"{'figure':58}{'goal':>8}{'found':>8}")
     for key, (goal, text) in GOALS.items():
         mark = "" if figures[key] >= goal else "  below the goal"
+        if key == "balance_decode" and mark:
+            mark += f"; single steps of the optimum {figures['balance_decode_plans_optimal']:.3f}"
         print(f"{text:58}{goal:8.3f}{figures[key]:8.3f}{mark}")
     print_details(figures)
     return 0
@@ -225,6 +227,7 @@ def print_details(f: dict) -> None:
         f"decode: CPU busy {f['cpu_busy']:.2f}, GPU and link {f['gpu_busy']:.2f} of layers where "
         f"both work; prefill {f['cpu_busy_prefill']:.2f}, {f['gpu_busy_prefill']:.2f}"
     )
+    print("\n".join(balance.lines(f)))
     print(
         f"prefill is on {f['prefill_trace']}; on the trace's own routing "
         f"{f['speedup_prefill_vs_static_layers_own_trace']:.2f}x"

@@ -7,30 +7,25 @@ import time
 
 import numpy as np
 
-from dali_gguf.device import Device
+from dali_gguf.device import Array, Device
 from dali_gguf.errors import DaliError, InputError
 from dali_gguf.offload import cost_store, disk_forecast
 from dali_gguf.offload.cost_store import Profile
+from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.routing import LayerExperts, Routing
 
 ANCHORS = (1, 2, 4, 8, 16, 32, 64, 128)
 SECONDS = 3.0  # for the CPU's experts
 TOGETHER = 4  # experts of a timed call
 REPEATS = 3
-STEPS = 6  # decoded tokens timed for what is not experts
+STEPS = 12  # decoded tokens that are timed
 
 
-class TimedScheduler:
-    """Does what the wrapped scheduler does and adds up the time spent in experts."""
+class WithoutExperts(Scheduler):
+    """What a step does besides its experts: they give back their input."""
 
-    def __init__(self, inner):
-        self.inner, self.seconds = inner, 0.0
-
-    def moe(self, layer, h, routing):
-        started = time.perf_counter()
-        y = self.inner.moe(layer, h, routing)
-        self.seconds += time.perf_counter() - started
-        return y
+    def moe(self, layer: int, h: Array, routing: Routing) -> Array:
+        return h
 
 
 def calibrate(
@@ -43,8 +38,8 @@ def calibrate(
     experts = engine.scheduler.experts[min(engine.scheduler.experts)]
     say("experts on the CPU")
     cpu_us, h_cpu = cpu_costs(engine.device, experts)
-    say("the rest of a step")
-    dense_us = dense_part(engine)
+    say("a decode step")
+    dense_us, cpu_us[0], h_cpu = step_times(engine, cpu_us[0], h_cpu)
     say("disk")
     bandwidth = disk_bandwidth(engine)
     gpu_us, copy_us, r = [], 0.0, 1.0
@@ -110,19 +105,33 @@ def cpu_costs(device: Device, experts: LayerExperts) -> tuple[list[float], float
     return np.maximum.accumulate(costs).tolist(), fixed
 
 
-def dense_part(engine) -> float:
-    """Microseconds of a decode step outside the experts."""
-    inner, times = engine.scheduler, []
-    timed = TimedScheduler(inner)
-    engine.scheduler = timed
+def step_times(engine, cpu_us: float, h_cpu: float) -> tuple[float, float, float]:
+    """(dense_us, cpu_us, h_cpu) in microseconds, of decoding as it runs, by recorded programs where
+    there are some: a step without its experts, an expert with one token, and the rest of a layer's
+    experts. cpu_us, h_cpu: measured apart, taken as they are where experts come from disk."""
+    inner = engine.scheduler
+    bare = WithoutExperts(inner.device, inner.experts, inner.routers)
     try:
-        for position in range(STEPS + 2):
-            timed.seconds, started = 0.0, time.perf_counter()
-            engine.forward([1], [position])
-            times.append(1e6 * (time.perf_counter() - started - timed.seconds))
+        engine.scheduler = bare
+        dense = decode_us(engine)
     finally:
         engine.scheduler = inner
-    return min(times[2:])
+    if not inner.recordable:
+        return dense, cpu_us, h_cpu
+    layer, n_used = (decode_us(engine) - dense) / len(inner.experts), engine.config.experts.n_used
+    cpu_us = min(cpu_us, max(layer, 0.0) / n_used)
+    return dense, cpu_us, max(0.0, layer - n_used * cpu_us)
+
+
+def decode_us(engine) -> float:
+    """Microseconds of a decode step, the median of some. The first ones record a program and check
+    it."""
+    times = []
+    for position in range(STEPS + 2):
+        token, started = 1 + 37 * position % (engine.n_vocab - 1), time.perf_counter()
+        engine.forward([token], [position])
+        times.append(1e6 * (time.perf_counter() - started))
+    return float(np.median(times[2:]))
 
 
 def disk_bandwidth(engine) -> float:

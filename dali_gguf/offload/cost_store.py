@@ -17,14 +17,14 @@ from dali_gguf.offload.cost import CostModel
 from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """What calibrate measured, microseconds. tokens, cpu_us, gpu_us: anchors as in CostModel
     (gpu_us empty without a GPU). dense_us: all of a decoded token's step but the experts, on the
-    CPU. disk_bandwidth: bytes/s, 0 if not measured."""
+    CPU; h_cpu: fixed part of a layer's experts. disk_bandwidth: bytes/s, 0 if not measured."""
 
     machine: str
     shape: str

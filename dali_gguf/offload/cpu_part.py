@@ -1,6 +1,7 @@
-"""The CPU's share of a layer: some of its experts, in a thread of its own, beside the GPU.
+"""The CPU's share of a layer: some of its experts, beside the GPU, in a thread of its own or, where
+nothing else is to be done meanwhile, in the calling thread.
 
-Only this thread enters the kernels' parallel region while it works.
+Only one thread enters the kernels' parallel region at a time.
 """
 
 import threading
@@ -28,7 +29,8 @@ class CpuResult:
 
 
 class CpuPart:
-    """cpu: a device with moe_begin, moe_run and moe_end. One share at a time: start, result."""
+    """cpu: a device with moe_begin, moe_run and moe_end. One share at a time: start or run, then
+    result."""
 
     def __init__(self, cpu: Device):
         self.cpu = cpu
@@ -48,6 +50,12 @@ class CpuPart:
         """h float32 [T, D] and ids int64 [n] must not change until the result is there. arriving:
         where ids come from, if not from the experts' own bytes."""
         self._asked.put((h, routing, experts, ids, arriving))
+
+    def run(
+        self, h: np.ndarray, routing: Routing, experts: LayerExperts, ids: np.ndarray
+    ) -> None:
+        """As start, in the calling thread: when it returns, the result is there."""
+        self._ended.put(self._run(h, routing, experts, ids, None))
 
     def result(self) -> CpuResult:
         """Of what was started; raises what went wrong there."""

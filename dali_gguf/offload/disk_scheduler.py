@@ -14,6 +14,7 @@ from dali_gguf.offload.pays import Pays
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.slots import RING
+from dali_gguf.router import Router
 from dali_gguf.routing import LayerExperts, Routing
 
 SCAN = 2  # a step of T tokens is a scan (prefill) from T * A >= SCAN * E on
@@ -24,6 +25,8 @@ TAUGHT = 32  # tokens of a scan that the look-ahead learns from
 class DiskScheduler(Scheduler):
     """prefetch False: never guess. The arena is closed with the scheduler. counts: of this run,
     kept for the next one. watch: of the memory that is left."""
+
+    recordable = False
 
     def __init__(self, device: Device, experts: dict[int, LayerExperts], routers: dict[int, tuple],
                  arena: ExpertArena, n_used: int, n_embd: int, prefetch: bool = True,
@@ -38,10 +41,22 @@ class DiskScheduler(Scheduler):
         layers = sorted(experts)
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._first, self._next = layers[0], dict(zip(layers, layers[1:]))
+        self._ahead: tuple[Array, ...] | None = None  # of the layer routed last, with later routers
         self._began: float | None = None
         self._filled = counts is not None and counts.counts is not None
         if self._filled:  # what earlier runs used most
             arena.fill(counts.counts, n_used)
+
+    def route(self, layer: int, h: Array, router: Router) -> Routing:
+        """As Scheduler.route. The routers that guesses need are in the same launch."""
+        self._ahead, scan = None, len(h) * self.n_used >= SCAN * self.arena.n_expert
+        if scan or not self.pays.enabled("prefetch"):
+            return super().route(layer, h, router)
+        logits, *ahead = self.device.matmul(h, router.weight, *self.look_ahead.targets(layer))
+        self._ahead = tuple(ahead)
+        if router.bias is not None:
+            logits = self.device.add(logits, router.bias)
+        return self.device.route(logits, router.n_used, router.rule)
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """As Scheduler.moe: the same bits, whatever was in memory and whatever arrived first."""
@@ -82,7 +97,7 @@ class DiskScheduler(Scheduler):
             self.look_ahead.guess(layer, h)
             return
         self.look_ahead.observe(layer, h, routing.expert_ids)
-        for target, ids in self.look_ahead.guess(layer, h):
+        for target, ids in self.look_ahead.guess(layer, h, self._ahead):
             self.arena.hint(target, ids)
 
     def _read_on(self, layer: int, active: int) -> None:

@@ -5,6 +5,7 @@ of a resident one: an expert copied for one step is adopted by exchanging two nu
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -77,3 +78,25 @@ class GpuSlots:
                 for m in self.layouts[row].matrices
             )
         return parts
+
+
+def allocate(
+    device: torch.device,
+    layouts: list[ExpertLayout],
+    n_expert: int,
+    wanted: np.ndarray,
+    spare: int,
+    say: Callable[[str], None],
+) -> tuple[GpuSlots, np.ndarray]:
+    """The slots, and how many int64 [L] each layer has: as many as `wanted` [L], fewer if the
+    device does not have the memory; say tells it."""
+    share = 1.0
+    while True:
+        slots = (wanted * share).astype(np.int64)
+        try:
+            return GpuSlots(device, layouts, n_expert, slots, spare), slots
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if "memory" not in str(error).lower() or share < 0.1:
+                raise
+            share *= 0.75
+            say(f"GPU memory ran out: planning with {share:.0%} of the expert slots")

@@ -20,28 +20,31 @@ from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.memory_plan import MemoryPlan
 from dali_gguf.offload.pays import NEEDED, RECENT
 from dali_gguf.offload.placement import policy_code
+from dali_gguf.offload.prefetch import Predictor
 from dali_gguf.offload.ram_tier import RamTier
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.tensor import Tensor
 
-STATIC = ("static-layers", "static-hot", "all-cpu")
+DEFAULT = "threshold"  # placement, if none is named
+STATIC = {"static-layers": "whole layers", "static-hot": "hot experts", "all-cpu": "no experts"}
 SHRINK = 0.75  # of the expert slots are kept when memory runs out
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """--vram and the names of the policies. Raises InputError for unknown ones, whatever the
+    """--vram and the names of the policies. placement None: DEFAULT, and a static one where nothing
+    dynamic pays; one that is named stays. Raises InputError for unknown names, whatever the
     device."""
 
     vram: int | str | None = None
-    placement: str = "threshold"
+    placement: str | None = None
     prefetch: str = "residual"
     expert_cache: str = "decayed"
     verify: bool = False
 
     def __post_init__(self):
-        policy_code(self.placement)
+        policy_code(self.placement or DEFAULT)
         settings(self.expert_cache)
         if self.prefetch not in prefetch.PREDICTORS:
             known = ", ".join(prefetch.PREDICTORS)
@@ -84,12 +87,14 @@ class GpuTier:
         """plan(room, whole layers): what lies where with so many bytes."""
         self.device, self.options = device, options
         self._threads, self._room, self._plan = threads, room, plan
-        self.plan_of = plan(room, options.placement == "static-layers")
+        self.placement = options.placement or DEFAULT
+        self.plan_of = plan(room, self.placement == "static-layers")
         self.costs: CostModel | None = None
         self._model: tuple | None = None  # what make_scheduler was given
         self._memory: MemoryPlan | None = None  # of main memory, if the model is larger
         self._hot_us: float | None = None  # a step of static-hot, while static-layers is on trial
-        self._reviewed = False
+        self._settled = options.placement is not None  # no other placement will be tried
+        self._pairs: list = []  # torch_weight.pairs_of the routers
 
     @classmethod
     def plan(
@@ -112,7 +117,7 @@ class GpuTier:
             sizes = load.n_ctx, load.n_seq, load.n_batch, load.kv_type
             return vram.plan_model(tensors, config, room, *sizes, whole_layers)
 
-        plan = plan_of(room, options.placement == "static-layers")
+        plan = plan_of(room, options.placement == "static-layers")  # has the answer ready
         if not plan.fits:
             needed = budget.show_size(plan.dense + plan.kv + plan.scratch)
             say(
@@ -140,6 +145,10 @@ class GpuTier:
         self._model = model, config, file
         if memory is not None and memory.streams:
             self._memory = memory
+        if not self._pairs and model.experts:
+            from dali_gguf.offload.torch_weight import pairs_of
+
+            self._pairs = pairs_of([weight for weight, _ in model.routers.values()])
         lookup_only = None if model.head is model.embedding else model.embedding
         self.device.upload_weights(skip=lookup_only)
         if not model.experts:
@@ -151,7 +160,7 @@ class GpuTier:
             known = RunCounts(file.paths[0], file, sorted(model.experts))
             scheduler = self._build(model, config, known, self.costs, undo)
             undo.pop_all()
-        scheduler.cold = known.counts is None and self.options.placement not in STATIC
+        scheduler.cold = known.counts is None and self.placement not in STATIC
         return scheduler
 
     def _known_costs(self, model, file: GGUFFile) -> CostModel:
@@ -174,14 +183,14 @@ class GpuTier:
         before, left = int(self.plan_of.slots.sum()), self.plan_of
         while left.slots.sum() == before:
             self._room -= int((1 - SHRINK) * left.expert_bytes) + 1
-            left = self._plan(self._room, self.options.placement == "static-layers")
+            left = self._plan(self._room, self.placement == "static-layers")
         say(f"GPU memory ran out: going on with {left.slots.sum()} of {before} experts there")
-        return self._remade(scheduler, self.options.placement)
+        return self._remade(scheduler, self.placement)
 
     def reviewed(self, scheduler: Scheduler) -> Scheduler:
         """After a decode step. Where nothing dynamic pays, each layer's hottest experts are left on
         the GPU; whole layers there get one trial against that, and the faster split stays."""
-        if self._reviewed or len(getattr(scheduler, "recent_us", ())) < RECENT:
+        if self._settled or len(getattr(scheduler, "recent_us", ())) < RECENT:
             return scheduler
         us = float(np.median(scheduler.recent_us))
         if self._hot_us is None:
@@ -189,11 +198,19 @@ class GpuTier:
                 return scheduler
             self._hot_us = us
             return self._remade(scheduler, "static-layers")
-        self._reviewed = True
+        self._settled = True
         if us < NEEDED * self._hot_us:
-            say("whole layers on the GPU are the fastest split here: static-layers from now on")
+            self._tell_fallback()
             return scheduler
-        return self._remade(scheduler, "static-hot")
+        scheduler = self._remade(scheduler, "static-hot")
+        self._tell_fallback()
+        return scheduler
+
+    def _tell_fallback(self) -> None:
+        say(
+            f"no copies pay here, and {STATIC[self.placement]} on the GPU are the fastest split: "
+            f"{self.placement} from now on"
+        )
 
     def _remade(self, scheduler: Scheduler, placement: str) -> Scheduler:
         """The old one's memory is given back first."""
@@ -201,7 +218,7 @@ class GpuTier:
         scheduler.traffic.slots.release()
         gc.collect()
         self.device.release()
-        self.options = replace(self.options, placement=placement)
+        self.placement = placement
         self.plan_of = self._plan(self._room, placement == "static-layers")
         return self.make_scheduler(*self._model)
 
@@ -210,73 +227,56 @@ class GpuTier:
     def _build(self, model, config: ModelConfig, known: RunCounts, costs: CostModel,
                undo: ExitStack) -> Scheduler:
         """undo: what is to be closed if something fails on the way."""
+        from dali_gguf.offload import gpu_routers, gpu_slots
         from dali_gguf.offload.hybrid_scheduler import Choices, HybridScheduler
 
         o = self.options
-        cache_name = "static" if o.placement in STATIC else o.expert_cache
+        cache_name = "static" if self.placement in STATIC else o.expert_cache
         counts = known.counts
         if counts is None:
             counts = np.zeros((len(model.experts), config.experts.n_expert))
-        slots, resident = self._slots(model, counts)
+        layouts = [self.device.experts(model.experts[i]).layout for i in sorted(model.experts)]
+        wanted, spare = self.plan_of.slots, self.plan_of.spare
+        slots, held = gpu_slots.allocate(
+            self.device.device, layouts, counts.shape[1], wanted, spare, say
+        )
+        resident = self._resident(held, counts)
         cache = ExpertCache(resident, settings(cache_name))
         cache.seed(counts, config.experts.n_used)
-        choices = Choices(o.placement, o.prefetch, cache_name, o.verify)
+        named = o.placement is not None
+        choices = Choices(self.placement, o.prefetch, cache_name, o.verify, named=named)
         predictor = self._predictor(model, config, known)
         ram = None
         if self._memory is not None:
             ram = RamTier(model.experts, self._memory.arena_bytes, config.experts.n_used)
             undo.callback(ram.close)
             ram.arena.rest = self.cpu.rest
+        routers = gpu_routers.paired(self.device, model, self._pairs, predictor)
         scheduler = HybridScheduler(
             self.device, self.cpu, model.experts, model.routers, slots, cache, predictor, costs,
-            choices, known, ram,
+            choices, known, ram, routers,
         )  # fmt: skip
         undo.callback(scheduler.close)
         scheduler.traffic.fill_all(resident)
         return scheduler
 
-    def _slots(self, model, counts: np.ndarray):
-        """The slots, and which experts [L, E] get them; fewer if the memory does not have them."""
-        from dali_gguf.offload.gpu_slots import GpuSlots
-
-        layouts = [self.device.experts(model.experts[i]).layout for i in sorted(model.experts)]
-        n_expert, wanted, spare = counts.shape[1], self.plan_of.slots, self.plan_of.spare
-        share = 1.0
-        while True:
-            slots = (wanted * share).astype(np.int64)
-            try:
-                memory = GpuSlots(self.device.device, layouts, n_expert, slots, spare)
-                break
-            except RuntimeError as error:  # torch.OutOfMemoryError is one
-                if "memory" not in str(error).lower() or share < 0.1:
-                    raise
-                share *= 0.75
-                say(f"GPU memory ran out: planning with {share:.0%} of the expert slots")
-        if self.options.placement == "static-layers":
-            return memory, (slots[:, None] > np.arange(n_expert)).astype(np.uint8)
-        resident = np.zeros((len(layouts), n_expert), np.uint8)
+    def _resident(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """uint8 [L, E]: the experts that get the slots int64 [L]."""
+        if self.placement == "static-layers":
+            return (slots[:, None] > np.arange(counts.shape[1])).astype(np.uint8)
+        resident = np.zeros(counts.shape, np.uint8)
         for row, n in enumerate(slots.tolist()):
             resident[row, np.argsort(-counts[row], kind="stable")[:n]] = 1
-        return memory, resident
+        return resident
 
-    def _predictor(self, model, config: ModelConfig, known: RunCounts):
+    def _predictor(self, model, config: ModelConfig, known: RunCounts) -> Predictor | None:
         """None where nothing could be prefetched."""
-        o = self.options
-        if o.prefetch == "none" or o.placement in STATIC or self.plan_of.spare == 0:
+        kind = self.options.prefetch
+        if kind == "none" or self.placement in STATIC or self.plan_of.spare == 0:
             return None
-        routers = {}
-        for layer, (weight, rule) in model.routers.items():
-            bias = model.layers[layer].feed.router_bias
-            bias = None if bias is None else self.device.to_host(bias)
-            dense = self.device.to_host(weight.dense())
-            routers[layer] = prefetch.RouterMap(
-                dense, config.experts.n_used, bias, rule.scoring == "sigmoid", rule.bias
-            )
-        stored, layers = known.stored, sorted(routers)
-        means = None if stored is None else dict(zip(layers, stored.means))
-        has_maps = stored is not None and stored.maps is not None
-        maps = dict(zip(layers, stored.maps)) if has_maps else None
-        return prefetch.Predictor(o.prefetch, routers, known.counts, maps, means)
+        from dali_gguf.offload import gpu_routers
+
+        return gpu_routers.predictor(kind, self.device, model, config.experts.n_used, known)
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -120,19 +120,23 @@ class Traffic:
         if not coming:
             return self.cache.resident[row]
         guesses = [c for c in coming.values() if c.kind == PREFETCH]
-        for copy in self.link.drop(guesses) if self.link.waiting() else ():
-            self.counters.add(row, "late" if workload[copy.expert] else "wasted")
-            self.counters.add(row, "bytes", -copy.nbytes)
-            self._give(coming.pop(copy.expert), copy.free)
+        if self.link.waiting():
+            for copy in self.link.drop(guesses):
+                self.counters.add(row, "late" if workload[copy.expert] else "wasted")
+                self.counters.add(row, "bytes", -copy.nbytes)
+                self._give(coming.pop(copy.expert), copy.free)
+        useful = late = wasted = 0
         for copy in guesses:
             if copy.state == DROPPED:
                 continue
-            if workload[copy.expert]:
-                self.counters.add(row, "useful" if self.link.arrived(copy) else "late")
+            if workload.item(copy.expert):
+                arrived = self.link.arrived(copy)
+                useful, late = useful + arrived, late + (not arrived)
                 copy.kind = DEMAND  # judged: from here on as any copy for this step
             else:
-                self.counters.add(row, "wasted")
+                wasted += 1
                 self._orphans.append(coming.pop(copy.expert))
+        self.counters.judged(row, useful, late, wasted)
         return self.near(row)
 
     def busy_us(self, model: CostModel) -> float:
@@ -159,6 +163,10 @@ class Traffic:
             there = at != NOWHERE
             ids, at = ids[there], at[there]
         return ids, at, late
+
+    def late(self, row: int) -> bool:
+        """Whether a copy for the layer is still on its way."""
+        return not all(self.link.arrived(copy) for copy in self.coming[row].values())
 
     # ---- copies for this step --------------------------------------------------------------
 

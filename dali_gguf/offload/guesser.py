@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dali_gguf.offload.cost import Costs
+from dali_gguf.offload.paired_routers import Products
 from dali_gguf.offload.prefetch import Predictor, rank
 
 ROOM = 0.8  # a copy is started only if this share of it fits the gap
@@ -42,17 +43,20 @@ class Guesser:
         room: int,
         near: Callable[[int], np.ndarray],
         costs: Costs,
+        products: Products | None = None,
     ) -> list[int]:
         """Experts of the next layer, the most valuable first, at most `room`. h [T, D]: input of
-        this layer's router; near(row): uint8 [E], resident or on their way."""
+        this layer's router; near(row): uint8 [E], resident or on their way; products: of h, if they
+        are known."""
         if self.predictor is None:
             return []
         layer, sample = self.layers[row], h[-SAMPLE:]
-        self.predictor.learn(layer, sample)
+        own, ahead = (None, None) if products is None else products.last(SAMPLE)
+        self.predictor.learn(layer, sample, own, ahead)
         most = min(GUESSES_PREFILL if prefill else GUESSES, room)
         if row + 1 == len(self.layers) or most < 1:
             return []
-        predicted = self.predictor.predict(layer, sample)
+        predicted = self.predictor.predict(layer, sample, ahead)
         if predicted is None:
             return []
         return [expert for expert, _ in rank(predicted, near(row + 1), costs)[:most]]

@@ -1,7 +1,9 @@
 """Experts of a layer on CPU and GPU side by side: the scheduler seam for a device with slots.
 
-One layer: plan who computes what; copies start first; the CPU's experts run in their thread while
-the GPU computes its residents, then the copied ones as they arrive; the outputs add up. Afterwards
+One layer: plan who computes what; copies start first; the GPU is given its residents, then the
+copied ones as they arrive; the CPU's experts run meanwhile: in a thread of their own where copies
+are waited for or the device computes in the calling thread, else in the calling thread, since a
+launch returns at once and waking a thread costs more than it hides. The outputs add up. Afterwards
 the cache is told what was used, and guesses for the next layer go on the link while it idles. A
 model larger than main memory has its other experts in an arena and on disk (ram_tier.py).
 """
@@ -10,13 +12,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.offload.cache import ExpertCache
+from dali_gguf.offload.choices import Choices
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.cpu_part import CpuPart
 from dali_gguf.offload.gpu_slots import GpuSlots
@@ -24,6 +26,7 @@ from dali_gguf.offload.gpu_timer import GpuTimer
 from dali_gguf.offload.gpu_traffic import Traffic
 from dali_gguf.offload.guesser import Gap, Guesser
 from dali_gguf.offload.hybrid_counters import HybridCounters
+from dali_gguf.offload.paired_routers import PairedRouters
 from dali_gguf.offload.pays import RECENT, Pays
 from dali_gguf.offload.placement import LayerPlan, Planner
 from dali_gguf.offload.prefetch import Predictor
@@ -33,6 +36,7 @@ from dali_gguf.offload.scheduler import Scheduler
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import Copy
 from dali_gguf.offload.verify import Verifier
+from dali_gguf.router import Router
 from dali_gguf.routing import LayerExperts, Routing
 
 PREFILL = 32  # steps of so many tokens count as prefill: the cache is frozen, a ring streams
@@ -40,19 +44,10 @@ NEVER = 1.0  # a margin that no move of a resident can reach
 FREE_LINK = 0.95  # CPU speed while copying above which guesses start without waiting for the CPU
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """Names of the policies; verify: recompute everything on the CPU; adapt: only if it pays."""
-
-    placement: str = "threshold"
-    prefetch: str = "residual"
-    expert_cache: str = "decayed"
-    verify: bool = False
-    adapt: bool = True
-
-
 class HybridScheduler(Scheduler):
     """moe(layer, h, routing) -> y. experts, routers: by layer number, as in scheduler.Scheduler."""
+
+    recordable = False
 
     def __init__(
         self,
@@ -67,8 +62,10 @@ class HybridScheduler(Scheduler):
         choices: Choices = Choices(),
         known: RunCounts | None = None,
         ram: RamTier | None = None,
+        paired: PairedRouters | None = None,
     ):
-        """ram: of a model larger than main memory; None: the experts' bytes are mapped."""
+        """ram: of a model larger than main memory; None: the experts' bytes are mapped. paired:
+        where routing and predictions are one product."""
         super().__init__(device, experts, routers)
         self.layers = sorted(experts)
         self.row = {layer: row for row, layer in enumerate(self.layers)}
@@ -79,11 +76,12 @@ class HybridScheduler(Scheduler):
         self.planner = Planner(choices.placement, n_expert)
         self.still = Planner("static-hot", n_expert)  # residents on the GPU, nothing is copied
         self.counters = HybridCounters(self.layers)
-        self.ram = ram
+        self.ram, self.paired = ram, paired
         self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters, ram)
         self.cpu = CpuPart(cpu)
+        self.launches = device.device.type == "cuda"  # the device computes on its own
         self.timer, self._untimed = GpuTimer(device.device), None
-        self.pays = Pays(self._candidates() if choices.adapt else ())
+        self.pays = Pays(choices.candidates(predictor is not None))
         self.verifier = Verifier(self.cpu, self.traffic) if choices.verify else None
         self._left = self._step_began = time.perf_counter()
         self._step_tokens = 0
@@ -91,24 +89,16 @@ class HybridScheduler(Scheduler):
         self._n_used, self._prompted = 1, False
         self.cold = False  # nothing was known about this model: the prompt decides the residents
 
-    def _candidates(self) -> tuple[str, ...]:
-        """Features that may be switched off, given the policies."""
-        c = self.choices
-        dynamic = c.placement in ("threshold", "greedy", "optimal", "balance")
-        names = {
-            "prefetch": self.guesser.predictor is not None,
-            "fills": c.expert_cache != "static",
-            "moves": c.placement == "threshold",
-            "copies": dynamic,
-        }
-        return tuple(name for name, possible in names.items() if possible)
-
     def _uses(self, feature: str) -> bool:
-        if feature == "copies" and self.choices.placement == "all-gpu":
-            return True
-        return self.pays.enabled(feature) if self.choices.adapt else True
+        return self.choices.always(feature) or self.pays.enabled(feature)
 
     # ---- one layer -------------------------------------------------------------------------
+
+    def route(self, layer: int, h: Array, router: Router) -> Routing:
+        """As Scheduler.route. Where guesses are wanted, the next layer's router takes part."""
+        if self.paired is None or not (len(h) >= PREFILL or self._uses("prefetch")):
+            return super().route(layer, h, router)
+        return self.paired.route(layer, h, router)
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""
@@ -129,11 +119,15 @@ class HybridScheduler(Scheduler):
         on_cpu, copy = plan.cpu, deque(plan.copy.tolist())
         coming = self.traffic.demand(row, copy)
         arriving = None if self.ram is None else self.ram.need(layer, routing, on_cpu, plan.copy)
-        if on_cpu.size:
+        beside = bool(coming) or arriving is not None  # the CPU's part runs in its own thread
+        beside = beside or not self.launches or self.traffic.late(row)
+        if on_cpu.size and beside:
             self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
         self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
         before = self._untimed
         y = self._gpu_part(row, h, routing, plan.gpu, coming, copy)
+        if on_cpu.size and not beside:
+            self.cpu.run(host, routing, self.experts[layer], on_cpu)
         self._read_times(before, y is not None)
         at_once = self.model.costs.r > FREE_LINK
         later = self._account(row, host, routing, prefill, at_once)
@@ -251,7 +245,9 @@ class HybridScheduler(Scheduler):
         later: list[Callable[[], None]] = []
         room, guesses = self.gap.room(prefill, costs) - self.traffic.link.waiting(), []
         if prefill or self._uses("prefetch"):
-            guesses = self.guesser.guess(row, host, prefill, room, self.traffic.out_of_reach, costs)
+            products = None if self.paired is None else self.paired.take(self.layers[row])
+            near = self.traffic.out_of_reach
+            guesses = self.guesser.guess(row, host, prefill, room, near, costs, products)
         if guesses:
             later.append(lambda: self.traffic.prefetch(row + 1, guesses))
         fills = [s for s in swaps if not s.adopted]
@@ -267,7 +263,7 @@ class HybridScheduler(Scheduler):
 
     def line(self) -> str:
         """For the closing line of a run."""
-        parts = [self.counters.line(), self.pays.line()]
+        parts = [self.counters.line(), self.choices.line(), self.pays.line()]
         if self.verifier is not None:
             parts.append(self.verifier.line())
         return " | ".join(part for part in parts if part)
@@ -277,6 +273,7 @@ class HybridScheduler(Scheduler):
         self._read_times(self._untimed, False)
         self._untimed = None
         out = self.counters.as_dict()
+        out["placement"] = self.choices.placement
         out["kept"] = {name: self.pays.on[name] for name in self.pays.on}
         link = self.traffic.link
         out["link"] = {"bytes": link.bytes, "busy_us": round(link.busy_us)}

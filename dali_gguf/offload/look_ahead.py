@@ -86,12 +86,20 @@ class LookAhead:
         """[L - 1, D]: of each layer to the next."""
         return np.stack([self.links[layer][0].mean for layer in sorted(self.links)[:-1]])
 
-    def guess(self, layer: int, h: Array) -> list[tuple[int, np.ndarray]]:
-        """(layer, ids to fetch) for the layers within reach, the nearest first. h [T, D]."""
+    def targets(self, layer: int) -> list:
+        """Routers of the layers within reach, the nearest first."""
+        return [self.routers[link.target][0] for link in self.links[layer]]
+
+    def guess(
+        self, layer: int, h: Array, products: tuple[Array, ...] | None = None
+    ) -> list[tuple[int, np.ndarray]]:
+        """(layer, ids to fetch) for the layers within reach, the nearest first. h [T, D];
+        products: of h with each of targets(layer), [T, E], if they are known."""
         links = self.links[layer]
         if not links:
             return []
-        products = self.device.matmul(h, *(self.routers[link.target][0] for link in links))
+        if products is None:
+            products = self.device.matmul(h, *self.targets(layer))
         for link, logits in zip(links, products):
             if self._step % REFRESH == 0 and link.seen:
                 link.shift = self.device.matmul(link.mean[None], self.routers[link.target][0])[0]

@@ -105,6 +105,10 @@ class Predictor:
     routers: {layer: RouterMap} of the MoE layers. counts [L, E] (frequency), means {layer: [D]}
     (residual, a start) and maps {layer: [3D + 1, E]} (linear) come from a counts file or a trace.
     In each step and layer call predict, then learn (or learn first: the step before is kept apart).
+
+    Both take the router products of h_l where they are known from one stacked product: own [T, E] =
+    W_l h_l and ahead [T, E] = W_{l+1} h_l. Since W_{l+1} r_l is the mean of W_{l+1} h_{l+1} -
+    W_{l+1} h_l, it is learned from these products, and no prediction multiplies anything.
     """
 
     def __init__(
@@ -133,10 +137,19 @@ class Predictor:
             for i in self.following
         }
         self.seen = {i: START_TOKENS if i in means else 0 for i in self.following}
+        self._shift: dict[int, np.ndarray] = {}  # W_{l+1} r_l [E], where it is up to date
+        self._ahead: dict[int, np.ndarray] = {}  # W_{l+1} h_l of each layer in this step so far
         self._now: dict[int, np.ndarray] = {}  # h of each layer in this step so far
         self._before: dict[int, np.ndarray] = {}  # and in the step before
 
-    def predict(self, layer: int, h: np.ndarray) -> np.ndarray | None:
+    @property
+    def stacks(self) -> bool:
+        """Whether predictions are made of router products alone."""
+        return self.kind in ("residual", "next-router")
+
+    def predict(
+        self, layer: int, h: np.ndarray, ahead: np.ndarray | None = None
+    ) -> np.ndarray | None:
         """Predicted workload int64 [E] of the MoE layer after `layer`; None: nothing to predict."""
         following = self.following.get(layer)
         if following is None or self.kind == "none":
@@ -144,7 +157,7 @@ class Predictor:
         router = self.routers[following]
         counts = np.zeros(router.weight.shape[0], np.int64)
         if self.kind != "frequency":
-            count_top(self.ranking(layer, h), router.n_used, counts)
+            count_top(self.ranking(layer, h, ahead), router.n_used, counts)
             return counts
         if self.counts is None:
             return None
@@ -152,7 +165,7 @@ class Predictor:
         count_top(known, router.n_used, counts)
         return counts * len(h)
 
-    def ranking(self, layer: int, h: np.ndarray) -> np.ndarray:
+    def ranking(self, layer: int, h: np.ndarray, ahead: np.ndarray | None = None) -> np.ndarray:
         """[T, E]: predicted ranking values of the layer after `layer`."""
         following = self.following[layer]
         router = self.routers[following]
@@ -161,28 +174,41 @@ class Predictor:
             own, after = before.get(layer), before.get(following)
             if own is not None and after is not None and len(own) == len(h) <= MOST_DECODED:
                 return router.adjust(linear_features(h, own, after) @ self.maps[layer])
-        return router.ranking(h if self.kind == "next-router" else h + self.mean[layer])
+        if ahead is None:
+            return router.ranking(h if self.kind == "next-router" else h + self.mean[layer])
+        return router.adjust(ahead if self.kind == "next-router" else ahead + self._moved(layer))
 
-    def stacked(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """[2E, D] and [2E]: layer's own router and the residual prediction as one product, so that
-        it costs no launch and no read-back: [W_l; W_l+1] h + [0; W_l+1 r_l]."""
-        own, router = self.routers[layer].weight, self.routers[self.following[layer]].weight
-        shift = router @ self.mean[layer] if self.kind == "residual" else np.zeros(len(router))
-        bias = np.concatenate([np.zeros(len(own)), shift]).astype(np.float32)
-        return np.concatenate([own, router]).astype(np.float32), bias
+    def _moved(self, layer: int) -> np.ndarray:
+        """float32 [E]: W_{l+1} r_l."""
+        if layer not in self._shift:
+            router = self.routers[self.following[layer]]
+            self._shift[layer] = router.weight @ self.mean[layer]
+        return self._shift[layer]
 
-    def learn(self, layer: int, h: np.ndarray) -> None:
+    def learn(
+        self,
+        layer: int,
+        h: np.ndarray,
+        own: np.ndarray | None = None,
+        ahead: np.ndarray | None = None,
+    ) -> None:
         """Shows h_l [T, D] of a step, layer by layer: updates the running means of h_l+1 - h_l."""
         if self.kind not in ("residual", "linear"):
             return
         if layer in self._now:  # a new step
-            self._before, self._now = self._now, {}
+            self._before, self._now, self._ahead = self._now, {}, {}
         i = self._preceding.get(layer)
         below = self._now.get(i)
         if below is not None and len(below) == len(h):
             self.seen[i] += len(h)
             _move_mean(self.mean[i], below, h, self.seen[i])
+            if own is not None and i in self._shift and i in self._ahead:
+                _move_mean(self._shift[i], self._ahead[i], own, self.seen[i])
+            else:
+                self._shift.pop(i, None)
         self._now[layer] = np.array(h, np.float32)
+        if ahead is not None:
+            self._ahead[layer] = ahead
 
     def _step_before(self, layer: int, h: np.ndarray) -> dict[int, np.ndarray]:
         """h of every layer for the tokens before these, whether h was learned already or not."""

@@ -22,6 +22,8 @@ class RecordingScheduler:
 
     keep_inputs can be switched off when enough is recorded."""
 
+    recordable = False
+
     def __init__(self, inner):
         self.inner = inner
         self.device, self.experts, self.routers = inner.device, inner.experts, inner.routers
@@ -29,6 +31,9 @@ class RecordingScheduler:
         self.ids: dict[int, list] = {layer: [] for layer in sorted(inner.experts)}
         self.weights: dict[int, list] = {layer: [] for layer in self.ids}
         self.inputs: dict[int, list] = {layer: [] for layer in self.ids}
+
+    def route(self, layer: int, h: Array, router) -> Routing:
+        return self.inner.route(layer, h, router)
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         self.ids[layer].append(routing.expert_ids.astype(np.int16))

@@ -6,11 +6,11 @@ first 40 % of each document) and are judged on the rest.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dali_gguf.offload import cache, hardware_profile, placement, predict_trace, synthetic
+from dali_gguf.offload import balance, cache, hardware_profile, placement, predict_trace, synthetic
 from dali_gguf.offload import simulate as sim
 from dali_gguf.offload import trace as traces
 from dali_gguf.offload.cache import CacheSettings
@@ -33,6 +33,8 @@ GOALS = {  # key: (goal, what it says)
     "speedup_decode_vs_static_layers": (1.9, "decode over static layers"),
     "speedup_decode_vs_static_hot": (1.2, "decode over static hot"),
     "speedup_prefill_vs_static_layers": (1.8, "prefill 512 over pipelined streaming"),
+    "balance_decode": (balance.GOAL, "balance of CPU and GPU+link, decode"),
+    "balance_prefill": (balance.GOAL, "balance of CPU and GPU+link, prefill 512"),
 }
 
 
@@ -84,11 +86,11 @@ def full_report(study: Study, say=lambda text: None) -> dict:
     }
 
 
-def instances(study: Study, per_batch: int, seed: int = 0):
+def instances(study: Study, per_batch: int, seed: int = 0, batches=BATCHES):
     """(workload int64 [E], resident uint8 [E]) of recorded steps at each batch size, and
     random ones of 128 experts with skewed workloads."""
     rng, ids, resident = np.random.default_rng(seed), study.evaluation.ids, study.resident
-    for batch in BATCHES:
+    for batch in batches:
         for _ in range(per_batch):
             layer, start = rng.integers(ids.shape[1]), rng.integers(max(len(ids) - batch, 1))
             rows = (
@@ -218,8 +220,10 @@ def speed_figures(study: Study, predicted: dict[str, np.ndarray]) -> dict:
     runs = table(study, sim.policies(), predicted)
     ours, base = runs[-1], {r.policy: r.tokens_per_s for r in runs}
     paper = max(r.tokens_per_s for r in runs if r.policy.startswith("paper"))
-    prefill, own = prefill_runs(study, predicted)
-    return {
+    prompts, guess = synthetic_prompts(study)
+    prefill = prefill_run(prompts, guess)
+    own = prefill_run(replace(study, batch=PROMPT), predicted["residual"])
+    return balance_figures(study, predicted, prompts, guess) | {
         "speedup_decode_vs_static_layers": ours.tokens_per_s / base["static-layers"],
         "speedup_decode_vs_static_hot": ours.tokens_per_s / base["static-hot"],
         "speedup_decode_paper_vs_static_layers": paper / base["static-layers"],
@@ -240,38 +244,36 @@ def speed_figures(study: Study, predicted: dict[str, np.ndarray]) -> dict:
     }
 
 
-def prefill_runs(study: Study, predicted) -> tuple[list[sim.Result], list[sim.Result]]:
-    """Prompts of 512 tokens: on routing like Qwen3's, and on the trace's own. With 32 experts of
-    which 4 are used, the experts are too small a part of a layer of Qwen3's size to show much."""
-    calibration, evaluation = study.calibration, study.evaluation
+def synthetic_prompts(study: Study) -> tuple[Study, np.ndarray]:
+    """Prompts with routing like Qwen3's, and the ids predicted for them. The trace's own routing is
+    of 32 experts with 4 used: too small a part of a layer of Qwen3's size to show much."""
     made, guess = synthetic.qwen3_like()
     cut = made.n_sequence // 3
     parts = [traces.select(made, range(cut)), traces.select(made, range(cut, made.n_sequence))]
-    guess = guess[made.starts[cut] :]
-    runs = []
-    for first, rest, known in ((*parts, guess), (calibration, evaluation, predicted["residual"])):
-        prompts = Study(first, rest, study.machine, study.model, study.share, PROMPT)
-        runs.append(table(prompts, prefill_policies(), {"residual": known}, prefill=True))
-    return runs[0], runs[1]
+    return Study(*parts, study.machine, study.model, study.share, PROMPT), guess[made.starts[cut] :]
+
+
+def prefill_run(prompts: Study, guess: np.ndarray, policies=None) -> list[sim.Result]:
+    return table(prompts, policies or sim.prefill_policies(), {"residual": guess}, prefill=True)
+
+
+def balance_figures(study: Study, predicted, prompts: Study, guess: np.ndarray) -> dict:
+    """Of the last policies of the tables, for every hardware profile."""
+    ours, ring = sim.policies()[-1:], sim.prefill_policies()[-1:]
+    steps = [i for i, _ in zip(instances(study, 200, batches=(study.batch,)), range(200))]
+    return balance.figures(
+        study.machine,
+        study.model,
+        steps,
+        lambda machine: table(replace(study, machine=machine), ours, predicted)[0],
+        lambda machine: prefill_run(replace(prompts, machine=machine), guess, ring)[0],
+    )
 
 
 def over_streaming(runs: list[sim.Result]) -> float:
     """The last run over the best static-layers run."""
     static = [r.tokens_per_s for r in runs if r.policy.startswith("static-layers")]
     return runs[-1].tokens_per_s / max(static)
-
-
-def prefill_policies() -> list[sim.Policy]:
-    """Baselines: whole layers, the rest computed on the CPU or streamed; then hot experts."""
-    return [
-        sim.Policy("static-layers, CPU", "layers", "static-layers"),
-        sim.Policy("static-layers, streamed", "layers", "all-gpu"),
-        sim.Policy("static-hot, CPU", "hot", "static-hot"),
-        sim.Policy("static-hot, streamed", "hot", "all-gpu"),
-        sim.Policy("paper (greedy)", "hot", "greedy"),
-        sim.Policy("threshold", "hot", "threshold"),
-        sim.Policy("+ ring of 16", "hot", "threshold", predictor="residual", prefetch=1),
-    ]
 
 
 def _row(r: sim.Result) -> dict:

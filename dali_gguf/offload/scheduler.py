@@ -5,7 +5,7 @@ Schedulers with more than one place for an expert have the same `moe` and take i
 
 from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena_stats import ArenaStats
-from dali_gguf.router import RouterRule
+from dali_gguf.router import Router, RouterRule
 from dali_gguf.routing import LayerExperts, Routing
 
 
@@ -15,10 +15,19 @@ class Scheduler:
     routers: layer -> (handle of the router matrix [E, D], its rule), for predictions.
     """
 
+    recordable = True  # moe is made of the device's operations: a program may repeat a step
+
     def __init__(self, device: Device, experts: dict[int, LayerExperts], routers: dict[int, tuple]):
         self.device = device
         self.experts = experts
         self.routers = routers
+
+    def route(self, layer: int, h: Array, router: Router) -> Routing:
+        """Which experts of the layer h [T, D] needs."""
+        (logits,) = self.device.matmul(h, router.weight)  # [T, E]
+        if router.bias is not None:
+            logits = self.device.add(logits, router.bias)
+        return self.device.route(logits, router.n_used, router.rule)
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""

@@ -55,6 +55,19 @@ def policies(
     ]
 
 
+def prefill_policies() -> list[Policy]:
+    """Baselines: whole layers, the rest computed on the CPU or streamed; then hot experts."""
+    return [
+        Policy("static-layers, CPU", "layers", "static-layers"),
+        Policy("static-layers, streamed", "layers", "all-gpu"),
+        Policy("static-hot, CPU", "hot", "static-hot"),
+        Policy("static-hot, streamed", "hot", "all-gpu"),
+        Policy("paper (greedy)", "hot", "greedy"),
+        Policy("threshold", "hot", "threshold"),
+        Policy("+ ring of 16", "hot", "threshold", predictor="residual", prefetch=1),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What the replay prices: a machine, a model's sizes, and how much of the experts is in VRAM.

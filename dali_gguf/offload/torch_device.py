@@ -7,7 +7,6 @@ Arrays are float32 torch tensors. Shapes as in dali_gguf/device.py.
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
 from torch import Tensor as Array
 from torch.nn import functional as F
 
@@ -17,32 +16,9 @@ from dali_gguf.errors import UnsupportedError
 from dali_gguf.offload import torch_attention, torch_moe
 from dali_gguf.offload.torch_attention import TorchKV
 from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
+from dali_gguf.offload.torch_weight import TorchWeight
 from dali_gguf.routing import LayerExperts, Routing
 from dali_gguf.tensor import Tensor
-
-
-class TorchWeight:
-    """A matrix [.., rows, cols] whose GGUF blocks lie on the device from their first product on
-    (an embedding table that is only looked up stays in the file)."""
-
-    __slots__ = ("tensor", "device", "_data")
-
-    def __init__(self, tensor: Tensor, device: torch.device):
-        self.tensor, self.device, self._data = tensor, device, None
-
-    @property
-    def data(self) -> Array:
-        """uint8 [nbytes] on the device."""
-        if self._data is None:
-            self._data = upload(self.tensor.data, self.device)
-        return self._data
-
-    def dense(self) -> Array:
-        """float32 in the weight's shape."""
-        t = self.tensor
-        if t.type == GGMLQuantizationType.F32:
-            return self.data.view(torch.float32).reshape(t.shape)
-        return dequantize(self.data, t.type, t.nbytes // t.row_bytes, t.cols).reshape(t.shape)
 
 
 class TorchDevice:
@@ -206,11 +182,15 @@ class TorchDevice:
     # ---- experts ---------------------------------------------------------------------------
 
     def route(self, logits: Array, n_used: int, rule: router.RouterRule) -> Routing:
+        return self.route_host(self.to_host(logits), n_used, rule)
+
+    def route_host(self, logits: np.ndarray, n_used: int, rule: router.RouterRule) -> Routing:
+        """route, of logits [T, E] that are on the host already."""
         if self._router is None:
             from dali_gguf.kernels.route import route  # compiles, so only when it is used
 
             self._router = route
-        return self._router(self.to_host(logits), n_used, rule)
+        return self._router(logits, n_used, rule)
 
     def moe(self, x: Array, routing: Routing, experts: LayerExperts) -> Array:
         """All experts of a step, copied to the device first: no slots, nothing is kept."""
@@ -262,16 +242,6 @@ class TorchDevice:
     def close(self) -> None:
         self._experts, self._pairs, self._places, self._angles = {}, {}, None, None
         self._step = self._turn = None
-
-
-def upload(data: np.ndarray, device: torch.device) -> Array:
-    """uint8 bytes of a mapped file as a tensor on the device; on the CPU a copy as well, since a
-    mapped file is read-only."""
-    out = torch.empty(data.size, dtype=torch.uint8, device=device)
-    piece = 64 << 20  # one staging copy at a time: a mapped file cannot be pinned
-    for at in range(0, data.size, piece):
-        out[at : at + piece].copy_(torch.from_numpy(np.array(data[at : at + piece])))
-    return out
 
 
 def _triton(device: torch.device, fused: bool | None):

@@ -1,14 +1,15 @@
 """What a MoE layer's routing, decisions and launches cost besides its arithmetic, in decode.
 
-    python tests/benchmarks/layer_overhead.py [-n 48] [--share 0.4] [--profile OUT]
+    python tests/benchmarks/layer_overhead.py [-n 48] [--share 0.4] [--thread] [--profile OUT]
 
-A made-up model of 48 layers, 128 experts, 8 of them used, with narrow matrices runs on cpu-torch.
+A made-up model of 48 layers, 128 experts, 8 of them used, with narrow matrices runs on cpu-torch,
+scheduled as on a GPU (--thread: as on cpu-torch, the CPU's part always in its own thread).
 Stubs stand in for the arithmetic of both sides, so that what is timed is the engine's own work; the
 CPU's stub sleeps as long as the cost model says. Medians over the layers of all steps:
     route     router logits to experts, weights and workload
     plan      who computes what: arrived copies settled, guesses judged, placement
-    start     copies ordered, the CPU's thread started, the GPU's table of experts built
-    account   while both sides compute: cache, prediction of the next layer
+    start     copies ordered, the CPU's thread started if need be, the GPU's table of experts built
+    account   cache, prediction of the next layer; not the CPU's part
     finish    the CPU's output added, guesses and fills started; not the wait for the CPU
 What a Triton launch costs can only be seen on a GPU, and is not in here.
 """
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch  # noqa: E402
 
 from dali_gguf.engine import Engine  # noqa: E402
-from dali_gguf.offload import cost, gpu_tier, torch_moe, vram  # noqa: E402
+from dali_gguf.offload import cost, gpu_measure, torch_moe, vram  # noqa: E402
 from dali_gguf.offload.cost import CostModel  # noqa: E402
 from tests.benchmarks.disk_model import STICKY, Shape, write_model  # noqa: E402
 
@@ -64,17 +65,18 @@ class Watch:
     def __init__(self, scheduler, device):
         self.samples: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self._ends: dict[str, float] = {}
-        self._waited = {"start": 0.0, "finish": 0.0}
+        self._waited = {"start": 0.0, "account": 0.0, "finish": 0.0}
         self._route(device)
         self._end_of(scheduler, "_plan", "plan")
         self._end_of(scheduler, "_gpu_part", "start")
         self._end_of(scheduler, "_account", "account")
         self._wait_of(scheduler.traffic.link, "wait", "start")
         self._wait_of(scheduler.cpu, "result", "finish")
+        self._wait_of(scheduler.cpu, "run", "account")
         self._moe(scheduler)
 
     def _route(self, device) -> None:
-        inner = device.route
+        inner = device.route_host
 
         def route(*args):
             started = time.perf_counter()
@@ -82,7 +84,7 @@ class Watch:
             self.samples["route"].append(1e6 * (time.perf_counter() - started))
             return result
 
-        device.route = route
+        device.route_host = route
 
     def _end_of(self, owner, name: str, phase: str) -> None:
         inner = getattr(owner, name)
@@ -135,7 +137,7 @@ def stub_arithmetic(engine: Engine, cpu_us: float) -> None:
     part.cpu = StubCpu(cpu_us)
 
 
-def open_engine(path: Path, share: float) -> Engine:
+def open_engine(path: Path, share: float, thread: bool = False) -> Engine:
     """A part `share` of the experts resident; all features always on; costs that stay as they are,
     so that both sides and the link have work in most layers."""
     cost.GAIN = 0.0
@@ -148,9 +150,10 @@ def open_engine(path: Path, share: float) -> Engine:
         return plan_model(tensors, config, fixed + int(share * everything.wanted), *rest)
 
     vram.plan_model = plan
-    gpu_tier.GpuTier._costs = lambda self, experts: costs
+    gpu_measure.known = lambda *_: costs
     engine = Engine(path, device="cpu-torch", threads=1, n_ctx=1024)
     scheduler = engine.scheduler
+    scheduler.launches = not thread
     scheduler.choices = replace(scheduler.choices, adapt=False)
     stub_arithmetic(engine, float(costs.costs.c[1]))
     return engine
@@ -166,8 +169,8 @@ def decode(engine: Engine, n: int, first: int) -> list[float]:
     return times
 
 
-def measure(path: Path, n: int, share: float, profile: str | None) -> None:
-    with open_engine(path, share) as engine:
+def measure(path: Path, n: int, share: float, thread: bool, profile: str | None) -> None:
+    with open_engine(path, share, thread) as engine:
         decode(engine, WARM, 0)
         if profile:
             with cProfile.Profile() as profiler:
@@ -195,13 +198,14 @@ def main() -> None:
     )
     parser.add_argument("-n", type=int, default=48)
     parser.add_argument("--share", type=float, default=0.4)
+    parser.add_argument("--thread", action="store_true")
     parser.add_argument("--profile")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layers.gguf"
         write_model(path, SHAPE, STICKY)
-        measure(path, args.n, args.share, args.profile)
+        measure(path, args.n, args.share, args.thread, args.profile)
 
 
 if __name__ == "__main__":
