@@ -119,7 +119,9 @@ def step_times(engine, cpu_us: float, h_cpu: float) -> tuple[float, float, float
     if not inner.recordable:
         return dense, cpu_us, h_cpu
     layer, n_used = (decode_us(engine) - dense) / len(inner.experts), engine.config.experts.n_used
-    cpu_us = min(cpu_us, max(layer, 0.0) / n_used)
+    if layer <= 0:  # lost in the noise of a step
+        return dense, cpu_us, h_cpu
+    cpu_us = min(cpu_us, layer / n_used)
     return dense, cpu_us, max(0.0, layer - n_used * cpu_us)
 
 

@@ -12,7 +12,7 @@ from dali_gguf.offload import native_readers as native
 from dali_gguf.offload.direct_io import Memory, ModelFile, page_floor, page_span
 from dali_gguf.offload.layout import ExpertLayout
 from dali_gguf.offload.loads import Ended, Loads
-from dali_gguf.offload.read_queue import MOST_GUESSES, THREADS
+from dali_gguf.offload.read_queue import MOST_GUESSES
 
 NATIVE = sys.platform == "linux"  # the threads use eventfd, and glibc's way to errno
 AT_ONCE = 256  # experts taken note of
