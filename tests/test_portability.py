@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llvmlite import binding
 
 CODE = """
 import sys
@@ -34,10 +35,16 @@ print(isa.NAME)
 TYPES = ["F16", "Q8_0", "Q4_0", "MXFP4", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 
 
-def outputs(tmp_path: Path, isa: str) -> tuple[str, list[np.ndarray]]:
+def outputs(tmp_path: Path, isa: str, without: str = "") -> tuple[str, list[np.ndarray]]:
+    """isa: the most to use; without: the start of features that are not to be used."""
     file = tmp_path / f"{isa or 'native'}.npz"
     root = Path(__file__).parents[1]
     env = {**os.environ, "DALI_ISA": isa, "PYTHONPATH": str(root)}
+    if without:
+        host = binding.get_host_cpu_features()
+        keep = ("-" if name.startswith(without) or not on else "+" for name, on in host.items())
+        env["NUMBA_CPU_FEATURES"] = ",".join(sign + name for sign, name in zip(keep, host))
+        env["NUMBA_CPU_NAME"] = "generic"
     done = subprocess.run([sys.executable, "-c", CODE, str(file), *TYPES], env=env, cwd=root,
                           capture_output=True, text=True, check=True)
     with np.load(file) as arrays:
@@ -59,3 +66,15 @@ def test_fewer_instructions_give_the_same_bits(level, native, tmp_path):
     assert len(found) == 2 * len(TYPES) + 1
     for a, b in zip(expected, found):
         assert np.isfinite(a).all() and (a == b).all()
+
+
+@pytest.mark.parametrize("without", ["avx512vnni", "gfni"])
+def test_a_missing_feature_changes_no_bit(without, native, tmp_path):
+    """As on a Skylake-X and on a Cascade Lake."""
+    _, expected = native
+    if not binding.get_host_cpu_features().get(without):
+        pytest.skip(f"this processor has no {without}")
+    used, found = outputs(tmp_path, "", without)
+    assert used == ("avx2" if without == "avx512vnni" else "avx512")
+    for a, b in zip(expected, found, strict=True):
+        assert (a == b).all()
