@@ -2,18 +2,18 @@
 
 A type gives, for the block at p,
     codes(p, j) -> i8x32: codes of weights 32j .. 32j+31, in order
-    codes64(p, j) -> i8x64: codes of weights 64j .. 64j+63; where PAIRED, those of the j-th 64 of the
-        record's second copy of q. quarter(s, j) -> i16x32: their scales, of s = scales_of(p)
+    codes64(p, j) -> i8x64: codes of weights 64j .. 64j+63; where PAIRED, those that the j-th 64 of
+        the record's second copy of q meet. quarter(s, j) -> i16x32: their scales, in scales_of(p)
     scales16(p) -> i16x16: the integer scale of each 16 weights (in pairs where it covers 32)
     mins16(p)   -> i16x16: the integer minimum of each 16 weights
     spread(p)   -> i16x16: scales16 with the even ones first, then the odd ones
     min_dot(p, sums, sums32) -> i32x4 whose lanes sum to msum (where MIN == FLOAT_MIN)
-and says where its halves lie: D_AT, M_AT (dmin, where MIN == FLOAT_MIN);
+and says where its halves lie: D_AT, M_AT (dmin, right behind d, where MIN == FLOAT_MIN);
     weight = d * scale * code - dmin * min              (MIN == FLOAT_MIN)
     weight = d * (scale * code - min)                   (MIN == INT_MIN: Q3_K, Q6_K offsets)
-For each row:  y = sum over blocks of  d dx isum - dmin dx msum, where isum = sum of scale code q and
-msum = sum of min sum16 are exact integers (below 2^31) and q, dx, sum16, sum32 come from the QK record.
-Blocks are added in order: the same bits on every path. Templates, as in blocks32.py.
+For each row:  y = sum over blocks of  d dx isum - dmin dx msum, where isum = sum of scale code q
+and msum = sum of min sum16 are exact integers (below 2^31); q, dx and the sums come from the QK
+record. Blocks are added in order: the same bits on every path. Templates, as in blocks32.py.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ import numpy as np
 from dali_gguf.kernels.dots import dot_four, madd, pair_dot_s, pair_dot_u, times_pairs
 from dali_gguf.kernels.isa import WIDE
 from dali_gguf.kernels.lanes import (
-    concat, first_lane, gather_i16x8, gather_i32x8, half_to_float,
-    narrow_i16, permutation, to_f32, transpose8, zero_f32x8,
+    concat, first_lane, gather_i16x8, gather_i32x8, half_to_float, narrow_i16, permutation, to_f32,
+    transpose8, zero_f32x8,
 )
 from dali_gguf.kernels.panel import (
     LINE, add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, zero_tile,

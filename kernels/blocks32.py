@@ -22,7 +22,8 @@ from dali_gguf.kernels.lanes import (
 )
 from dali_gguf.kernels.panel import LINE, add_scaled, tile_splat, zero_tile
 from dali_gguf.kernels.simd import (
-    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, load_u8, prefetch, splat_f32x8, splat_i32x8, store,    v_add, v_fma, v_fmul, v_sub,
+    load_f32, load_i8, load_i8x16, load_i8x32, load_i32, load_u8, prefetch, splat_f32x8,
+    splat_i32x8, store, v_add, v_fma, v_fmul, v_sub,
 )
 from dali_gguf.kernels.sums import add_halves, first_halves, second_halves
 

@@ -36,7 +36,7 @@ def madd_ir(b, x, y):
 
 
 def dot_four_ir(b, acc, u, s):
-    """acc i32 [n/4] + the sums of four neighbouring products u s; u unsigned (0..127 without VNNI)."""
+    """acc i32 [n/4] + sums of four neighbouring products u s; u unsigned (0..127 without VNNI)."""
     n = u.type.count
     if isa.VNNI and n in (32, 64):
         return call(b, f"llvm.x86.avx512.vpdpbusd.{8 * n}", acc.type, [acc, u, s])

@@ -1,4 +1,4 @@
-"""IQ4_XS: 256 weights in 136 bytes: d half, high scale bits uint16, 4 bytes of low scale bits, nibbles.
+"""IQ4_XS: 256 weights in 136 bytes: d half, high scale bits uint16, 4 bytes of low ones, nibbles.
 
 weight = d * (scale - 32) * table[q] with IQ4_NL's table, one 6-bit scale for 32 weights. With VNNI,
 whose products take bytes without sign, codes are the table's values + 128.
@@ -27,7 +27,8 @@ def reference(blocks):
     scales = (low | high << 4).astype(np.int32) - 32
     packed = blocks[:, 8:].reshape(-1, 8, 16)
     q = np.concatenate([packed & 15, packed >> 4], axis=2)
-    return (d * scales[..., None] * np.array(TABLE, np.float32)[q]).astype(np.float32).reshape(-1, 256)
+    weights = d * scales[..., None] * np.array(TABLE, np.float32)[q]
+    return weights.astype(np.float32).reshape(-1, 256)
 
 
 @inline

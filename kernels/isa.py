@@ -14,6 +14,8 @@ import platform
 
 from llvmlite import binding
 
+from dali_gguf.errors import InputError
+
 
 def _host_features() -> set[str]:
     listed = os.environ.get("NUMBA_CPU_FEATURES")
@@ -26,6 +28,8 @@ FEATURES = _host_features()
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 _LEVELS = ("generic", "avx2", "vnni", "avx512")
 _most = os.environ.get("DALI_ISA") or "avx512"
+if _most not in _LEVELS:
+    raise InputError(f"DALI_ISA={_most}: known are {' '.join(_LEVELS)}")
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512vnni"} <= FEATURES
 
 

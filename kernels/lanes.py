@@ -40,7 +40,7 @@ def widened(index):
 
 
 def merge(index):
-    """An intrinsic that picks lanes of two vectors by a constant index (the second's come after)."""
+    """An intrinsic that picks lanes of two vectors by a constant index, the second's after."""
     index = tuple(index)
 
     @intrinsic
@@ -143,11 +143,10 @@ def bit_field(first: int, second: int, width: int, to: int):
                 last = ir.Constant(I8, 0)
                 name = "llvm.x86.vgf2p8affineqb.512"
                 return call(b, name, x.ir, [args[0], b.bitcast(rows, x.ir), last])
-            value = b.bitcast(args[0], ir.VectorType(I16, 32))
-            counts = [max(0, first - to)] * 16 + [max(0, second - to)] * 16
-            value = b.lshr(value, const("i16", counts))
-            counts = [max(0, to - first)] * 16 + [max(0, to - second)] * 16
-            value = b.bitcast(b.shl(value, const("i16", counts)), x.ir)
+            down = [max(0, start - to) for start in (first, second) for _ in range(16)]
+            up = [max(0, to - start) for start in (first, second) for _ in range(16)]
+            value = b.lshr(b.bitcast(args[0], ir.VectorType(I16, 32)), const("i16", down))
+            value = b.bitcast(b.shl(value, const("i16", up)), x.ir)
             return b.and_(value, const("i8", [((1 << width) - 1) << to] * 64))
 
         return x(x), gen

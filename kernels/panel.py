@@ -5,9 +5,9 @@ A panel holds, block after block of one quant type, lines of 64 bytes: 4 bytes f
     blocks of 32:   8 of codes [16 rows][4] | scale f32 [16] | min f32 [16]
     blocks of 256:  64 of codes | 256/SUB of scale pairs i16 [16][2] | 8 of min pairs i16 [16][2]
                     | d f32 [16] | dmin f32 [16]
-The tile multiplies a panel with TOKENS records: per 4 weights one load of the line, one broadcast of
-each token's 4 bytes, and one dot product. Without VNNI its sums are i16 and are widened as seldom as
-they may.
+The tile multiplies a panel with TOKENS records: per 4 weights one load of the line, one broadcast
+of each token's 4 bytes, and one dot product. Without VNNI its sums are i16 and are widened as
+seldom as they may.
 """
 
 from llvmlite import ir

@@ -16,7 +16,8 @@ import numpy as np
 from dali_gguf.kernels.isa import WIDE
 from dali_gguf.kernels.lanes import concat, narrow_i8, to_i32, zero_f32x8
 from dali_gguf.kernels.simd import (
-    inline, jit, load_f32x8, load_i8x32, splat_f32x8, store, v_abs, v_add, v_fma, v_fmul, v_max, v_round,
+    inline, jit, load_f32x8, load_i8x32, splat_f32x8, store, v_abs, v_add, v_fma, v_fmul, v_max,
+    v_round,
 )
 from dali_gguf.kernels.sums import max_f32, sum_f32, sum_i32
 

@@ -5,8 +5,8 @@ matvec and matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratc
     w, stride: address of row 0 and bytes from row to row; n: columns; records: address of
     intp [tokens], the records' addresses; out: address of float32 out[0, 0], out_stride in bytes;
     scratch: SCRATCH bytes of this thread.
-matvec, for few tokens, works straight from the GGUF blocks; matmat unpacks 16 rows once into a panel
-for all tokens. Both add in the same order: the choice changes the speed and not one bit.
+matvec, for few tokens, works straight from the GGUF blocks; matmat unpacks 16 rows once into a
+panel for all tokens. Both add in the same order: the choice changes the speed and not one bit.
 """
 
 from llvmlite import ir

@@ -1,8 +1,9 @@
 """LLVM vectors as Numba values: each operation is one intrinsic, kernels are plain @jit Python.
 
 Addresses are intp everywhere (int64 mixed with uint64 would become float64 in Numba). Loads and
-stores assume no alignment: GGUF blocks have none. The instruction set is chosen in isa.py and acts
-only in dots.py and in lanes.lookup; everything else is generic LLVM.
+stores assume no alignment: GGUF blocks have none. The instruction set is chosen in isa.py; it picks
+instructions in dots.py, lookup and bit_field (lanes.py), and the width of vectors and the form of
+codes where the products are written. Everything else is generic LLVM.
 """
 
 from llvmlite import ir

@@ -78,3 +78,12 @@ def test_a_missing_feature_changes_no_bit(without, native, tmp_path):
     assert used == ("avx2" if without == "avx512vnni" else "avx512")
     for a, b in zip(expected, found, strict=True):
         assert (a == b).all()
+
+
+def test_an_unknown_level_is_one_line():
+    command = [sys.executable, "-m", "dali_gguf", "warmup", "x.gguf"]
+    env = {**os.environ, "DALI_ISA": "sse9"}
+    done = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True,
+                          text=True)
+    assert done.returncode == 2
+    assert done.stderr == "dali-gguf: DALI_ISA=sse9: known are generic avx2 vnni avx512\n"

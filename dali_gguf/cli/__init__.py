@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The named command's module is imported on the way."""
     parser = Parser(prog="dali-gguf", description="GGUF inference for Mixture-of-Experts models.")
     parser.add_argument("--version", action="version", version=f"dali-gguf {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -55,7 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
     try:
+        args = parse(sys.argv[1:] if argv is None else argv)
         return args.run(args)
     except DaliError as error:
         print(f"dali-gguf: {one_line(str(error))}", file=sys.stderr)

@@ -144,8 +144,7 @@ class Traffic:
         return model.costs.t * (self.link.waiting() + 0.5 * self.link.copying)
 
     def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
-        """(experts whose bytes are there, int64 offsets of these bytes, copies of the others still
-        on their way)."""
+        """(experts whose bytes are there, their int64 offsets, copies of the others on the way)."""
         at, coming, late = self.slots.place[row][ids], self.coming[row], []
         if not coming:
             return ids, at, late
