@@ -43,15 +43,14 @@ def softmax(x, n, out):
 @jit
 def choose(choice, n_used, ids):
     """Indices of the n_used largest, largest first, ties to the lower index."""
-    for a in range(n_used):
-        best = -1
-        for e in range(len(choice)):
-            taken = False
-            for b in range(a):
-                taken |= ids[b] == e
-            if not taken and (best < 0 or choice[e] > choice[best]):
-                best = e
-        ids[a] = best
+    for e in range(len(choice)):
+        at = min(e, n_used - 1)
+        if e >= n_used and not choice[e] > choice[ids[at]]:
+            continue
+        while at > 0 and choice[e] > choice[ids[at - 1]]:
+            ids[at] = ids[at - 1]
+            at -= 1
+        ids[at] = e
 
 
 @jit
