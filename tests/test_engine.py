@@ -138,7 +138,7 @@ def test_a_prompt_can_be_text(engine):
 def test_number_of_tokens(path):
     with opened(path, n_ctx=48) as engine:
         assert (
-            len(list(engine.tokens(PROMPT, SamplingParams(max_tokens=3)))) == 3
+            len(list(engine.tokens(PROMPT, SamplingParams(temperature=0, max_tokens=3)))) == 3
             and engine.stats.finish == "length"
         )
         assert list(engine.tokens(PROMPT, SamplingParams(max_tokens=0))) == []
