@@ -1,4 +1,5 @@
 """Experts in RAM: slots of one anonymous memory, filled by direct reads, emptied by the policy.
+
 A slot belongs to an expert from the moment its read is queued; the expert counts as resident only
 when the read has ended. All tables are changed by the one thread that calls need(), hint() and
 fill(); the reader threads only count down an expert's ranges and report it.

@@ -130,54 +130,31 @@ def fills(
     return n
 
 
-@njit(cache=True)
-def step(
-    code,
-    layer,
-    workload,
-    arrived,
-    frozen,
-    decay,
-    window,
-    most,
-    hysteresis,
-    margin,
-    resident,
-    score,
-    last,
-    unit,
-    clock,
-    swaps,
-    gains,
-):
-    """A step of a layer: its workload counts; unless frozen, experts that arrived (int64 [n]) may
-    be adopted, and fills are chosen. Returns (adopted, adopted and fills): rows of swaps and of
-    gains float64 [2 E], the expected uses a step that each swap adds."""
+@njit(cache=True, nogil=True)
+def decide(code, layer, workload, arrived, decay, window, most, hysteresis, margin, resident, score,
+           last, unit, clock, swaps):
+    """A step of a layer: its workload counts, experts that arrived (uint8 [E]) may be adopted, and
+    fills are chosen. Returns (adopted, adopted and fills): rows of swaps."""
     account(code, layer, workload, decay, score, last, unit, clock)
+    n = adopt(code, layer, workload, arrived, resident, score, last, clock, swaps, 0)
+    m = fills(code, layer, workload, window, most, hysteresis, margin, resident, score, last, unit,
+              clock, swaps, n)
+    return n, m
+
+
+@njit(cache=True)
+def step(code, layer, workload, arrived, frozen, decay, window, most, hysteresis, margin, resident,
+         score, last, unit, clock, swaps, gains):
+    """decide for experts that arrived (int64 [n]); frozen: the workload counts, nothing moves.
+    Returns the same, and in gains float64 [2 E] the expected uses a step that each swap adds."""
     if frozen or code == STATIC:
+        account(code, layer, workload, decay, score, last, unit, clock)
         return 0, 0
-    n = 0
-    if arrived.size:
-        here = np.zeros(workload.size, np.uint8)
-        for e in arrived:
-            here[e] = 1
-        n = adopt(code, layer, workload, here, resident, score, last, clock, swaps, 0)
-    m = fills(
-        code,
-        layer,
-        workload,
-        window,
-        most,
-        hysteresis,
-        margin,
-        resident,
-        score,
-        last,
-        unit,
-        clock,
-        swaps,
-        n,
-    )
+    here = np.zeros(workload.size, np.uint8)
+    for e in arrived:
+        here[e] = 1
+    n, m = decide(code, layer, workload, here, decay, window, most, hysteresis, margin, resident,
+                  score, last, unit, clock, swaps)
     for i in range(m):
         gain = score[layer, swaps[i, 0]] - score[layer, swaps[i, 1]]
         gains[i] = gain / unit[layer] * (1 - decay)

@@ -105,26 +105,11 @@ def _arrivals(run, state, layer, workload, here, c, g, busy):
 @njit(cache=True, nogil=True)
 def _enqueue_fills(run, state, layer, workload, arrived, swaps):
     """The cache's step: scores, adoption, and the fill queue."""
-    args = (state.resident, state.score, state.last)
-    cache_rules.account(
-        run.cache, layer, workload, run.decay, state.score, state.last, state.unit, state.clock
-    )
-    n = cache_rules.adopt(run.cache, layer, workload, arrived, *args, state.clock, swaps, 0)
+    n, m = cache_rules.decide(
+        run.cache, layer, workload, arrived, run.decay, run.window, run.most, run.hysteresis,
+        run.cache_margin, state.resident, state.score, state.last, state.unit, state.clock, swaps,
+    )  # fmt: skip
     state.totals[st.ADOPTED] += n
-    m = cache_rules.fills(
-        run.cache,
-        layer,
-        workload,
-        run.window,
-        run.most,
-        run.hysteresis,
-        run.cache_margin,
-        *args,
-        state.unit,
-        state.clock,
-        swaps,
-        n,
-    )
     if run.cache == cache_rules.DECAYED or m > n:  # a new decision replaces the layer's old ones
         i = 0
         while i < state.at[st.N_FILL]:

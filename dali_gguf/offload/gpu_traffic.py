@@ -259,9 +259,8 @@ class Traffic:
             for copy in [c for c in self._orphans if self.link.arrived(c)]:
                 self._orphans.remove(copy)
                 self._give(copy, None)
-        for fill in [f for f in self._fills if self.link.arrived(f[0])]:
-            self._fills.remove(fill)
-            copy, swap = fill
+        for copy, swap in [f for f in self._fills if self.link.arrived(f[0])]:
+            self._fills.remove((copy, swap))
             row = copy.row
             del self.coming[row][copy.expert]
             if isinstance(copy.error, DaliError):  # raised when the expert is needed
