@@ -1,14 +1,14 @@
 """What a router decided for one step of one layer, and the experts it chose from."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from dali_gguf.tensor import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Routing:
+class Routing(NamedTuple):  # a dataclass would take a microsecond more to make
     """expert_ids int32 [T, A], weights float32 [T, A], workload int64 [E] = tokens per expert."""
 
     expert_ids: np.ndarray

@@ -9,6 +9,7 @@ from dali_gguf.engine import Engine  # noqa: E402
 from dali_gguf.errors import MemoryBudgetError  # noqa: E402
 from dali_gguf.offload import gpu_measure  # noqa: E402
 from dali_gguf.offload.cost_store import Profile  # noqa: E402
+from dali_gguf.offload.prefetch import rank  # noqa: E402
 from tests.small_gguf import EXPERTS  # noqa: E402
 from tests.test_devices import (  # noqa: E402, F401
     GREEDY, PROMPT, SIZES, half, made_up_costs, path, reference,
@@ -109,14 +110,17 @@ def test_routing_and_prediction_are_one_product(path, half, reference, monkeypat
         with Engine(path, device="cpu-torch", threads=1, **options) as engine:
             assert (engine.scheduler.paired is not None) == stacked
             seen, predictor = [], engine.scheduler.guesser.predictor
-            real = predictor.ranking
+            real = predictor.worth
 
-            def ranking(layer, h, ahead=None):
+            def worth(layer, h, ahead, near, costs, most):
                 assert (ahead is not None) == stacked
-                seen.append(real(layer, h, ahead))
-                return seen[-1]
+                seen.append(predictor.ranking(layer, h, ahead))
+                found = real(layer, h, ahead, near, costs, most)
+                best = rank(predictor.predict(layer, h, ahead), near, costs)
+                assert found == [expert for expert, _ in best[:most]]
+                return found
 
-            predictor.ranking = ranking
+            predictor.worth = worth
             engine.scheduler.gap.room = lambda *_: 100
             texts.append(list(engine.tokens(PROMPT, GREEDY)))
             guessed.append(seen)

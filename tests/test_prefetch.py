@@ -131,3 +131,29 @@ def test_rank_by_workload_and_worth():
     costs = Costs(c, g, 120.0)
     predicted, resident = np.array([3, 1, 2, 0, 9]), np.array([0, 0, 0, 0, 1], np.uint8)
     assert rank(predicted, resident, costs) == [(0, 90.0), (2, 40.0)]  # 1 is cheaper on the CPU
+
+
+@pytest.mark.parametrize("kind", ["residual", "next-router", "frequency"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_worth_is_the_rank_of_the_prediction(kind, bias):
+    """In one call where router products are known and nothing else changes the choice."""
+    extra = RNG.standard_normal(E).astype(np.float32) if bias else None
+    routers = {i: RouterMap(w, A, extra) for i, w in WEIGHTS.items()}
+    counts = RNG.integers(0, 9, (3, E))
+    predictor = Predictor(kind, routers, counts, means={1: hidden(1)[0], 2: hidden(1)[0]})
+    costs = Costs(np.arange(20.0) * 50, np.arange(20.0) * 10, 120.0)
+    for n in (1, 3, 8):
+        h, resident = hidden(n), (RNG.random(E) < 0.4).astype(np.uint8)
+        ahead = h @ WEIGHTS[2].T
+        expected = [e for e, _ in rank(predictor.predict(1, h, ahead), resident, costs)]
+        for most in (1, 2, E):
+            assert predictor.worth(1, h, ahead, resident, costs, most) == expected[:most]
+            assert predictor.worth(1, h, None, resident, costs, most) == expected[:most]
+    assert expected
+
+
+def test_nothing_is_worth_fetching_without_a_prediction():
+    costs = Costs(np.arange(4.0), np.zeros(4), 1.0)
+    nobody = np.zeros(E, np.uint8)
+    for kind in ("none", "frequency"):
+        assert Predictor(kind, ROUTERS).worth(1, hidden(2), None, nobody, costs, 2) == []

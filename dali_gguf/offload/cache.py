@@ -7,6 +7,7 @@ For one pool of slots over all layers (the disk border) see offload/slot_pool.py
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,8 +42,7 @@ def settings(policy: str) -> CacheSettings:
     return CacheSettings(policy)
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(NamedTuple):  # a dataclass would take a microsecond more to make
     """Load expert `load` of a layer into the slot of `evict`. value_us: what it should save per
     step, less nothing for an adopted expert (its bytes are already on the device)."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+FEATURES = ("prefetch", "fills", "moves", "copies")
 DYNAMIC = ("threshold", "greedy", "optimal", "balance")  # placements that may copy
 
 

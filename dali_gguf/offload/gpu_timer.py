@@ -9,8 +9,8 @@ import torch
 
 
 class GpuTimer:
-    """begin, residents_done and end around one layer's launches; then read, once. Two layers take
-    turns: one may be read after the next has begun."""
+    """begin, residents_done and, if there was more, end around one layer's launches; then read, once.
+    Two layers take turns: one may be read after the next has begun."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -19,9 +19,11 @@ class GpuTimer:
         else:
             turns = [[0.0] * 3, [0.0] * 3]
         self._marks, self._before = turns
+        self._last, self._last_before = 1, 1  # which mark is the end
 
     def begin(self) -> None:
         self._marks, self._before = self._before, self._marks
+        self._last_before, self._last = self._last, 1
         self._mark(0)
 
     def residents_done(self) -> None:
@@ -29,6 +31,7 @@ class GpuTimer:
 
     def end(self) -> None:
         self._mark(2)
+        self._last = 2
 
     def _mark(self, i: int) -> None:
         if self.on_gpu:
@@ -39,7 +42,8 @@ class GpuTimer:
     def read(self, before: bool) -> tuple[float, float]:
         """Microseconds of (the residents, the whole): of the layer that began last, or of the one
         before it."""
-        begin, middle, end = self._before if before else self._marks
+        begin, middle, _ = marks = self._before if before else self._marks
+        end = marks[self._last_before if before else self._last]
         if not self.on_gpu:
             return (middle - begin) * 1e6, (end - begin) * 1e6
         end.synchronize()

@@ -6,7 +6,7 @@ import numpy as np
 
 from dali_gguf.offload.cost import Costs
 from dali_gguf.offload.paired_routers import Products
-from dali_gguf.offload.prefetch import Predictor, rank
+from dali_gguf.offload.prefetch import Predictor
 
 ROOM = 0.8  # a copy is started only if this share of it fits the gap
 SAMPLE = 64  # tokens of a prefill that predictions look at
@@ -56,10 +56,7 @@ class Guesser:
         most = min(GUESSES_PREFILL if prefill else GUESSES, room)
         if row + 1 == len(self.layers) or most < 1:
             return []
-        predicted = self.predictor.predict(layer, sample, ahead)
-        if predicted is None:
-            return []
-        return [expert for expert, _ in rank(predicted, near(row + 1), costs)[:most]]
+        return self.predictor.worth(layer, sample, ahead, near(row + 1), costs, most)
 
     def means(self) -> np.ndarray | None:
         """float32 [L - 1, D]: what was learned for later runs, if anything."""

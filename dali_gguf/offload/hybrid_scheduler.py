@@ -18,7 +18,7 @@ import numpy as np
 from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.offload.cache import ExpertCache
-from dali_gguf.offload.choices import Choices
+from dali_gguf.offload.choices import FEATURES, Choices
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.cpu_part import CpuPart
 from dali_gguf.offload.gpu_slots import GpuSlots
@@ -75,7 +75,9 @@ class HybridScheduler(Scheduler):
         n_expert = slots.place.shape[1]
         self.planner = Planner(choices.placement, n_expert)
         self.still = Planner("static-hot", n_expert)  # residents on the GPU, nothing is copied
-        self.counters = HybridCounters(self.layers)
+        self.counters = HybridCounters(self.layers, n_expert)
+        if known is not None:
+            known.run = self.counters.routed
         self.ram, self.paired = ram, paired
         self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters, ram)
         self.cpu = CpuPart(cpu)
@@ -88,15 +90,18 @@ class HybridScheduler(Scheduler):
         self.recent_us: deque[float] = deque(maxlen=RECENT)  # of decode steps
         self._n_used, self._prompted = 1, False
         self.cold = False  # nothing was known about this model: the prompt decides the residents
+        self._on, self._margin = self._features(), NEVER
 
-    def _uses(self, feature: str) -> bool:
-        return self.choices.always(feature) or self.pays.enabled(feature)
+    def _features(self) -> set[str]:
+        """What a decode step uses; decided at its first layer."""
+        on = self.choices.always, self.pays.enabled
+        return {feature for feature in FEATURES if any(rule(feature) for rule in on)}
 
     # ---- one layer -------------------------------------------------------------------------
 
     def route(self, layer: int, h: Array, router: Router) -> Routing:
         """As Scheduler.route. Where guesses are wanted, the next layer's router takes part."""
-        if self.paired is None or not (len(h) >= PREFILL or self._uses("prefetch")):
+        if self.paired is None or not (len(h) >= PREFILL or "prefetch" in self._on):
             return super().route(layer, h, router)
         return self.paired.route(layer, h, router)
 
@@ -115,19 +120,22 @@ class HybridScheduler(Scheduler):
         prefill = len(routing.expert_ids) >= PREFILL
         self._enter(row, len(routing.expert_ids), prefill, began)
         host = self.device.to_host(h)
-        plan = self._plan(row, routing.workload, prefill)
-        on_cpu, copy = plan.cpu, deque(plan.copy.tolist())
-        coming = self.traffic.demand(row, copy)
+        here = self.traffic.here(row, routing.workload)
+        plan = self._plan(row, routing.workload, here, prefill)
+        on_cpu, copy, coming = plan.cpu, deque(), deque()
+        if plan.copy.size:
+            copy.extend(plan.copy.tolist())
+            coming = self.traffic.demand(row, copy)
         arriving = None if self.ram is None else self.ram.need(layer, routing, on_cpu, plan.copy)
-        beside = bool(coming) or arriving is not None  # the CPU's part runs in its own thread
-        beside = beside or not self.launches or self.traffic.late(row)
-        if on_cpu.size and beside:
+        others = not self.launches or bool(coming) or arriving is not None  # to wait for meanwhile
+        beside = on_cpu.size > 0 and (others or self.traffic.late(row))  # in a thread of its own
+        if beside:
             self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
-        self.counters.add(row, "plan_us", (time.perf_counter() - began) * 1e6)
-        before = self._untimed
+        plan_us, before = (time.perf_counter() - began) * 1e6, self._untimed
         y = self._gpu_part(row, h, routing, plan.gpu, coming, copy)
         if on_cpu.size and not beside:
             self.cpu.run(host, routing, self.experts[layer], on_cpu)
+        self.counters.planned(row, routing.workload, here, plan, plan_us)
         self._read_times(before, y is not None)
         at_once = self.model.costs.r > FREE_LINK
         later = self._account(row, host, routing, prefill, at_once)
@@ -166,22 +174,20 @@ class HybridScheduler(Scheduler):
                 known = not self.cold or (self._step_tokens > 0 and not prefill)
                 self.ram.before_step(self.model, self.cache if known else None)
             self._step_began, self._step_tokens = now, tokens
+            self._on = self._features()
+            self._margin = self.model.margin() if "moves" in self._on else NEVER
         elif tokens == self._step_tokens:
             self.gap.observe((now - self._left) * 1e6, prefill)
         self.traffic.settle()
 
-    def _plan(self, row: int, workload: np.ndarray, prefill: bool) -> LayerPlan:
-        """Who computes what. Guesses that have not begun are dropped first."""
-        here = self.traffic.here(row, workload)
-        copies = self.traffic.slots.spare(row) > 0 and (prefill or self._uses("copies"))
-        margin = self.model.margin() if self._uses("moves") else NEVER
+    def _plan(self, row: int, workload: np.ndarray, here: np.ndarray, prefill: bool) -> LayerPlan:
+        """Who computes what. here uint8 [E]: traffic.here."""
+        copies = self.traffic.slots.spare(row) > 0 and (prefill or "copies" in self._on)
         missing = not copies and bool(((workload > 0) & (here == 0)).any())
         planner = self.still if missing else self.planner
         busy = self.traffic.busy_us(self.model)
         in_ram = None if self.ram is None else self.ram.arena.resident(self.layers[row])
-        plan = planner.plan(workload, here, self.model.costs, busy, margin, in_ram)
-        self.counters.planned(row, workload, here, plan)
-        return plan
+        return planner.plan(workload, here, self.model.costs, busy, self._margin, in_ram)
 
     def _gpu_part(self, row: int, h: Array, routing: Routing, residents: np.ndarray,
                   coming: deque[Copy], waiting: deque[int]) -> Array | None:
@@ -195,6 +201,8 @@ class HybridScheduler(Scheduler):
         self.timer.residents_done()
         self._untimed = (row, routing.workload[ready], 0.0)
         coming.extendleft(late)
+        if not coming:
+            return y
         while coming:
             group = self.traffic.next_group(coming)
             ids = np.array([copy.expert for copy in group])
@@ -202,7 +210,8 @@ class HybridScheduler(Scheduler):
             part = self._compute(row, h, routing, ids, at)
             y = part if y is None else y + part
             self.traffic.used(row, group, reuse=bool(waiting))
-            coming.extend(self.traffic.demand(row, waiting))
+            if waiting:
+                coming.extend(self.traffic.demand(row, waiting))
         self.timer.end()
         return y
 
@@ -212,17 +221,15 @@ class HybridScheduler(Scheduler):
         if layer is None:
             return
         row, workload, cpu_us = layer
-        if workload is None:
-            self.counters.waits(row, cpu_us, 0.0)
-            return
-        residents_us, gpu_us = self.timer.read(before)
-        if len(workload):
-            self.model.observe("gpu", workload, residents_us)
+        gpu_us = 0.0
+        if workload is not None:
+            residents_us, gpu_us = self.timer.read(before)
+            if len(workload):
+                self.model.observe("gpu", workload, residents_us)
         self.counters.waits(row, cpu_us, gpu_us)
 
-    def _compute(
-        self, row: int, h: Array, routing: Routing, ids: np.ndarray, at: np.ndarray
-    ) -> Array | None:
+    def _compute(self, row: int, h: Array, routing: Routing, ids: np.ndarray,
+                 at: np.ndarray) -> Array | None:
         if not len(ids):
             return None
         e = self.device.experts(self.experts[self.layers[row]])
@@ -230,28 +237,25 @@ class HybridScheduler(Scheduler):
 
     # ---- between layers --------------------------------------------------------------------
 
-    def _account(
-        self, row: int, host: np.ndarray, routing: Routing, prefill: bool, at_once: bool
-    ) -> list[Callable[[], None]]:
+    def _account(self, row: int, host: np.ndarray, routing: Routing, prefill: bool,
+                 at_once: bool) -> list[Callable[[], None]]:
         """While both sides work: the cache learns what was used, the next layer is predicted.
         Returns what is to be started once the CPU is done (at_once: it was started already)."""
         costs = self.model.costs
-        if self.known is not None:
-            self.known.add(row, routing.workload)
         swaps = self.cache.step(row, routing.workload, self.traffic.arrived_for(row), costs)
         self.traffic.adopt(row, [s for s in swaps if s.adopted])
-        for us in self.traffic.new_copy_times():
-            self.model.observe("copy", 1, us)
+        if copies := self.traffic.new_copy_times():
+            self.model.observe("copy", len(copies), sum(copies))
         later: list[Callable[[], None]] = []
         room, guesses = self.gap.room(prefill, costs) - self.traffic.link.waiting(), []
-        if prefill or self._uses("prefetch"):
+        if prefill or "prefetch" in self._on:
             products = None if self.paired is None else self.paired.take(self.layers[row])
             near = self.traffic.out_of_reach
             guesses = self.guesser.guess(row, host, prefill, room, near, costs, products)
         if guesses:
             later.append(lambda: self.traffic.prefetch(row + 1, guesses))
         fills = [s for s in swaps if not s.adopted]
-        if fills and self._uses("fills") and room > len(guesses):
+        if fills and "fills" in self._on and room > len(guesses):
             later.append(lambda: self.traffic.fill(row, fills))
         if not at_once:
             return later

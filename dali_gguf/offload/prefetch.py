@@ -31,6 +31,11 @@ class RouterMap:
     sigmoid: bool = False
     correction: np.ndarray | None = None
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether the choice is made on anything but the products themselves."""
+        return self.bias is not None or self.correction is not None
+
     def ranking(self, h: np.ndarray) -> np.ndarray:
         """float32 [T, E]: the values whose A largest are chosen."""
         return self.adjust(h @ self.weight.T)
@@ -89,6 +94,17 @@ def rank(predicted: np.ndarray, resident: np.ndarray, costs: Costs) -> list[tupl
 
 
 @njit(cache=True)
+def _rank_products(ahead, shift, n_used, resident, c, g, ids, value):
+    """count_top of ahead [T, E] + shift [E], then _rank: in one call."""
+    counts, ranking = np.zeros(ahead.shape[1], np.int64), np.empty_like(ahead)
+    for t in range(ahead.shape[0]):
+        for e in range(ahead.shape[1]):
+            ranking[t, e] = ahead[t, e] + shift[e]
+    count_top(ranking, n_used, counts)
+    return _rank(counts, resident, c, g, ids, value)
+
+
+@njit(cache=True)
 def _move_mean(mean, below, above, seen):
     """mean float32 [D], over `seen` tokens, the rows of above - below [T, D] among them."""
     n = np.float32(above.shape[0])
@@ -137,6 +153,8 @@ class Predictor:
             for i in self.following
         }
         self.seen = {i: START_TOKENS if i in means else 0 for i in self.following}
+        n_expert = routers[layers[0]].weight.shape[0] if layers else 0
+        self._ids, self._value = np.empty(n_expert, np.int64), np.empty(n_expert)
         self._shift: dict[int, np.ndarray] = {}  # W_{l+1} r_l [E], where it is up to date
         self._ahead: dict[int, np.ndarray] = {}  # W_{l+1} h_l of each layer in this step so far
         self._now: dict[int, np.ndarray] = {}  # h of each layer in this step so far
@@ -164,6 +182,20 @@ class Predictor:
         known = self.counts[None, self.row[following]].astype(np.float32)
         count_top(known, router.n_used, counts)
         return counts * len(h)
+
+    def worth(self, layer: int, h: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray,
+              costs: Costs, most: int) -> list[int]:
+        """The experts of the MoE layer after `layer` that are worth fetching, at most so many:
+        `rank` of what `predict` says, in one compiled call where products are known."""
+        router = self.routers[self.following[layer]]
+        if ahead is None or not self.stacks or router.adjusts:
+            predicted = self.predict(layer, h, ahead)
+            found = [] if predicted is None else rank(predicted, resident, costs)
+            return [expert for expert, _ in found[:most]]
+        shift = self._moved(layer) if self.kind == "residual" else np.zeros_like(ahead[0])
+        ids, value = self._ids, self._value
+        n = _rank_products(ahead, shift, router.n_used, resident, costs.c, costs.g, ids, value)
+        return ids[: min(n, most)].tolist()
 
     def ranking(self, layer: int, h: np.ndarray, ahead: np.ndarray | None = None) -> np.ndarray:
         """[T, E]: predicted ranking values of the layer after `layer`."""

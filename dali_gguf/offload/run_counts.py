@@ -18,14 +18,15 @@ MOST = 1 << 20  # tokens that the counts look back on: beyond, older ones fade
 
 
 class RunCounts:
-    """path: of the model. layers: numbers of those with experts, ascending."""
+    """path: of the model. layers: numbers of those with experts, ascending. run: int64 [L, E] tokens
+    of this run; who counts them anyway puts its own array here instead of calling add."""
 
     def __init__(self, path: Path, file: GGUFFile, layers: list[int]):
         routers = router_matrices(file.tensors, layers)
         self.path, self._mark = path, counts_file.fingerprint(routers)
         shape = (len(layers), len(routers[0]))
         self.stored = counts_file.load(path, self._mark, shape)
-        self._run = np.zeros(shape, np.int64)
+        self.run = np.zeros(shape, np.int64)
         self._means = np.zeros((len(layers) - 1, routers[0].shape[1]), np.float32)
 
     @property
@@ -40,19 +41,19 @@ class RunCounts:
 
     def add(self, row: int, workload: np.ndarray) -> None:
         """One layer of one step: workload int64 [E]."""
-        self._run[row] += workload
+        self.run[row] += workload
 
     def save(self, means: np.ndarray | None, n_used: int) -> None:
         """Keeps them if there is enough to keep. means None: those of earlier runs, or zeros. A
         folder that cannot be written is no error."""
         if means is None:
             means = self._means if self.means is None else self.means
-        tokens = int(self._run[0].sum()) // n_used
+        tokens = int(self.run[0].sum()) // n_used
         if tokens < ENOUGH:
             return
-        old = self.stored or Counts(self._mark, 0, np.zeros(self._run.shape, np.float32), means)
+        old = self.stored or Counts(self._mark, 0, np.zeros(self.run.shape, np.float32), means)
         fade = min(1.0, MOST / (old.tokens + tokens))
-        counts = ((old.counts + self._run) * fade).astype(np.float32)
+        counts = ((old.counts + self.run) * fade).astype(np.float32)
         try:
             new = replace(old, tokens=int((old.tokens + tokens) * fade), counts=counts, means=means)
             counts_file.save(self.path, new)

@@ -55,8 +55,8 @@ class Copy:
 
     free: event after which the target may be written (None: now). us: how long it took, set
     when it is known. error: what went wrong in the thread, raised where the copy is waited for.
-    key: of the arena, if there is one: the link then sets the sources. from_disk: they were read
-    for this copy."""
+    key: of the arena, if there is one: the link then sets the sources. nbytes: of all parts (0:
+    added up here). from_disk: they were read for this copy."""
 
     row: int
     expert: int
@@ -65,6 +65,7 @@ class Copy:
     parts: list[tuple[np.ndarray, torch.Tensor]]
     free: object = None
     key: int = -1
+    nbytes: int = 0
     from_disk: bool = False
     state: int = WAITING
     issued: Flag = field(default_factory=Flag)
@@ -72,9 +73,9 @@ class Copy:
     us: float = 0.0
     error: BaseException | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(source.size for source, _ in self.parts)
+    def __post_init__(self):
+        if not self.nbytes:
+            self.nbytes = sum(source.size for source, _ in self.parts)
 
 
 class Link:
@@ -104,11 +105,13 @@ class Link:
 
     def offer(self, copies: list[Copy]) -> None:
         """Demanded copies go before all others; otherwise first come, first served."""
+        demanded = [c for c in copies if c.kind == DEMAND]
         with self._lock:
-            others = (i for i, c in enumerate(self._queue) if c.kind != DEMAND)
-            first = next(others, len(self._queue))
-            for at, copy in enumerate((c for c in copies if c.kind == DEMAND), first):
-                self._queue.insert(at, copy)
+            if demanded:
+                others = (i for i, c in enumerate(self._queue) if c.kind != DEMAND)
+                first = next(others, len(self._queue))
+                for at, copy in enumerate(demanded, first):
+                    self._queue.insert(at, copy)
             self._queue.extend(c for c in copies if c.kind != DEMAND)
         self._wake.put(None)
 
