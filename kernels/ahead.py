@@ -163,13 +163,18 @@ def compile_all(types: Iterable[Q], progress: Callable[[str], None] = lambda tas
 
 
 def _start(tasks: list[str]) -> subprocess.Popen:
+    return start_python(["-m", "dali_gguf.kernels.ahead", *tasks])
+
+
+def start_python(arguments: list[str], stdout: int = subprocess.DEVNULL) -> subprocess.Popen:
+    """A Python process that finds this package, whatever folder we are in."""
     root = str(Path(dali_gguf.__file__).parents[1])  # site-packages, or the checkout
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
     return subprocess.Popen(
-        [sys.executable, "-m", "dali_gguf.kernels.ahead", *tasks],
+        [sys.executable, *arguments],
         cwd=root,  # python -m looks there first: a checkout around us must not come before
         env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=stdout, stderr=subprocess.DEVNULL,
     )
 
 

@@ -18,6 +18,10 @@ record. Blocks are added in order: the same bits on every path. Templates, as in
 
 import numpy as np
 
+from dali_gguf.kernels.amx import (
+    D_IN_SLOT, EARLY, PRODUCT, RING, SUMS_IN_SLOT, add_mins, add_to_stage, subtract_from_stage,
+    subtract_mins, zero_group,
+)
 from dali_gguf.kernels.dots import dot_four, madd, pair_dot_s, pair_dot_u, times_pairs
 from dali_gguf.kernels.isa import WIDE
 from dali_gguf.kernels.lanes import (
@@ -187,6 +191,36 @@ def tile_block(acc, w, i, n, y0, y1, y2, y3):
     return acc
 
 
+def gather_scales(record, first, last, n, slot):
+    """Blocks' d and sums of 16 values to a group's slot."""
+    copy(record + n + 4 * first, slot + D_IN_SLOT, 4 * (last - first))
+    copy(record + n + n // 64 + 32 * first, slot + SUMS_IN_SLOT, 32 * (last - first))
+
+
+def group_blocks(panel, count, slots, ring, stage):
+    """Adds the products of `count` panel blocks with a group of 16 tokens to stage [16][16]."""
+    for s in range(EARLY):
+        start_product(s, panel, slots, ring)
+    for i in range(count):
+        w, d = panel + PANEL_BLOCK * i, slots + D_IN_SLOT + 4 * i
+        sums, halves = slots + SUMS_IN_SLOT + 32 * i, w + MINS + 8 * LINE
+        total = zero_group()
+        if MIN == INT_MIN:
+            for k in range(8):
+                total = subtract_mins(total, w + MINS + LINE * k, sums + 4 * k)
+        for j in range(PARTS):
+            s = PARTS * i + j
+            if s + EARLY < PARTS * count:
+                start_product(s + EARLY, panel, slots, ring)
+            total = add_product(total, ring + PRODUCT * (s % RING), w + SCALES + LINE * j)
+        add_to_stage(stage, total, halves, d)
+        if MIN == FLOAT_MIN:
+            low = zero_group()
+            for k in range(8):
+                low = add_mins(low, w + MINS + LINE * k, sums + 4 * k)
+            subtract_from_stage(stage, low, halves + LINE, d)
+
+
 def expand(p, n, out, scratch):
     """n weights at p to float32 at out."""
     for i in range(n // 256):
@@ -215,4 +249,4 @@ def expand(p, n, out, scratch):
 PAIRED = False
 PANEL_BLOCK = 90 * LINE
 INLINE = (scales8, mins8, scaled, scaled32, codes64, scales_of, quarter, scaled64)
-ONCE = (dot, eight_rows, pack_block, tile_block)
+ONCE = (dot, eight_rows, pack_block, tile_block, gather_scales, group_blocks)

@@ -14,6 +14,9 @@ and with add_first and add_second, which add neighbouring lanes of sums (as i16 
 
 import numpy as np
 
+from dali_gguf.kernels.amx import (
+    D_IN_SLOT, EARLY, PRODUCT, RING, SUMS_IN_SLOT, load_group, store_group,
+)
 from dali_gguf.kernels.dots import add_dot_four, dot_four, madd, pair_dot_s, pair_dot_u
 from dali_gguf.kernels.isa import VNNI
 from dali_gguf.kernels.lanes import (
@@ -152,6 +155,31 @@ def tile_block(acc, w, i, n, y0, y1, y2, y3):
     return acc
 
 
+def gather_scales(record, first, last, n, slot):
+    """Blocks' d and their sums, times what add_product adds of them, to a group's slot."""
+    d = record + n + 4 * first
+    copy(d, slot + D_IN_SLOT, 4 * (last - first))
+    for i in range(0, 4 * (last - first), 4):
+        total = load_i32(d + n // 8 + i)
+        if OFFSET:
+            total = np.int32(-OFFSET * total)
+        store(slot + SUMS_IN_SLOT + i, total)
+
+
+def group_blocks(panel, count, slots, ring, stage):
+    """Adds the products of `count` panel blocks with a group of 16 tokens to stage [16][16]."""
+    acc = load_group(stage)
+    for s in range(min(EARLY, count)):
+        start_product(s, panel, slots, ring)
+    for s in range(count):
+        if s + EARLY < count:
+            start_product(s + EARLY, panel, slots, ring)
+        w, d = panel + PANEL_BLOCK * s, slots + D_IN_SLOT + 4 * s
+        sums = slots + SUMS_IN_SLOT + 4 * s
+        acc = add_product(acc, ring + PRODUCT * (s % RING), sums, w + 8 * LINE, d)
+    store_group(acc, stage)
+
+
 def expand(p, n, out, scratch):
     """n weights at p to float32 at out."""
     for i in range(n // 32):
@@ -167,4 +195,4 @@ def expand(p, n, out, scratch):
 
 PANEL_BLOCK = 10 * LINE
 INLINE = (codes, scales8, mins8, dot, pair_dot, add_four, add_block)
-ONCE = (eight_rows, pack_block, tile_block)
+ONCE = (eight_rows, pack_block, tile_block, gather_scales, group_blocks)

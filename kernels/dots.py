@@ -39,7 +39,8 @@ def dot_four_ir(b, acc, u, s):
     """acc i32 [n/4] + sums of four neighbouring products u s; u unsigned (0..127 without VNNI)."""
     n = u.type.count
     if isa.VNNI and n in (32, 64):
-        return call(b, f"llvm.x86.avx512.vpdpbusd.{8 * n}", acc.type, [acc, u, s])
+        dwords = [b.bitcast(v, acc.type) for v in (u, s)]  # what every LLVM's intrinsic takes
+        return call(b, f"llvm.x86.avx512.vpdpbusd.{8 * n}", acc.type, [acc, *dwords])
     ones = const("i16", [1] * (n // 2))
     return b.add(acc, madd_ir(b, pair_dot_ir(b, u, s, signed=False), ones))
 

@@ -13,8 +13,8 @@ from numba import cfunc, types
 
 from dali_gguf.errors import UnsupportedError
 from dali_gguf.kernels import (
-    bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, iq4_xs, mxfp4, q2_k, q3_k, q4_0, q4_1,
-    q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
+    amx, amx_rows, amx_verdict, bf16, blocks32, blocks256, f16, f32, floats, iq4_nl, iq4_xs, isa,
+    mxfp4, q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
 )
 from dali_gguf.kernels.dots import add_small_pairs
 from dali_gguf.kernels.panel import LINE, tile_dot
@@ -79,7 +79,7 @@ def _copy(function, name: str, namespace: dict):
 def _namespace(fmt: Format) -> dict:
     """Globals for the copies: the templates' own, the type's, and what follows from it."""
     template = _TEMPLATES[fmt.kind]
-    names = {**vars(rows), **vars(template), **vars(fmt.module)}
+    names = {**vars(amx_rows), **vars(rows), **vars(template), **vars(fmt.module)}
     names["WEIGHTS"] = {FLOAT: 1, Q8: 32, QK: 256}[fmt.kind]
     if fmt.kind == FLOAT:
         return names
@@ -94,22 +94,32 @@ def _namespace(fmt: Format) -> dict:
         )
     widen_after = max(1, min(sub // 4, 32767 // (2 * 127 * fmt.module.MAX_CODE)))
     names["tile"] = tile_dot(sub, fmt.module.SIGNED, widen_after, fmt.kind == QK)
+    names["SUB"], names["PARTS"] = sub, names["WEIGHTS"] // sub
+    names["amx_configure"] = amx.configure(sub)
+    if fmt.kind == QK:
+        names["add_product"] = amx.add_product(small=sub * 127 * fmt.module.MAX_CODE <= 32767)
+    else:
+        names["add_product"] = amx.add_block32(fmt.module.OFFSET != 0, fmt.module.HAS_MIN)
     return names
 
 
 def _instantiate(fmt: Format) -> dict:
     """The namespace with the templates compiled lazily for one type."""
     names, template = _namespace(fmt), _TEMPLATES[fmt.kind]
-    for function in template.INLINE + template.ONCE:
+    once, many = template.ONCE + amx_rows.ONCE, template.INLINE + amx_rows.INLINE
+    for function in many + once:
         if hasattr(fmt.module, function.__name__):
             continue  # the type has its own
-        decorate = inline_once if function in template.ONCE else inline
+        decorate = inline_once if function in once else inline
         copy = _copy(function, f"{function.__name__}_{fmt.name}", names)
         names[function.__name__] = decorate(copy)
     if fmt.kind != FLOAT:
-        for function in rows.PIECES:
+        for function in rows.PIECES + amx_rows.PIECES:
             copy = _copy(function, f"{function.__name__}_{fmt.name}", names)
             names[function.__name__] = jit(copy)
+        with_tiles = {**names, "tile_tokens": names["tile_tokens_amx"]}
+        copy = _copy(rows.matmat, f"matmat_tiles_{fmt.name}", with_tiles)
+        names["matmat_tiles"] = inline_once(copy)
     return names
 
 
@@ -135,7 +145,20 @@ def matvec_address(fmt: Format) -> int:
 
 def matmat_address(fmt: Format) -> int:
     """Address of the type's matmat(); for float types the same function serves both."""
+    if amx_verdict.used(fmt.type.name):
+        return matmat_amx_address(fmt)
+    return matmat_plain_address(fmt)
+
+
+def matmat_plain_address(fmt: Format) -> int:
+    """The one without AMX."""
     return _product(fmt, "matvec" if fmt.kind == FLOAT else "matmat")
+
+
+def matmat_amx_address(fmt: Format) -> int:
+    """The one with AMX, for types that are not float."""
+    assert isa.AMX  # without it there is no room in the scratch memory either
+    return _product(fmt, "matmat_amx")
 
 
 def expand_address(fmt: Format) -> int:

@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from dali_gguf.kernels import amx, isa
 from dali_gguf.kernels.lanes import first_lane, zero_f32x8
 from dali_gguf.kernels.panel import LINE, TOKENS, load_tile, store_tile
 from dali_gguf.kernels.simd import I64, jit, load_f32, load_f32x8, load_intp, store
@@ -20,7 +21,8 @@ from dali_gguf.kernels.simd import I64, jit, load_f32, load_f32x8, load_intp, st
 MAX_TOKENS = 512  # of one call: the accumulators of 16 rows stay in the L1/L2 cache
 CHUNK_COLUMNS = 1024  # unpacked at a time: 16 rows of them fit the L1 cache
 SMALL, STAGE = 8192, 64 * MAX_TOKENS
-SCRATCH = SMALL + STAGE + 24 * CHUNK_COLUMNS  # a panel is at most 22.5 bytes a column
+PANEL = 24 * CHUNK_COLUMNS  # a panel is at most 22.5 bytes a column
+SCRATCH = SMALL + STAGE + PANEL + (amx.ROOM if isa.AMX else 0)
 
 
 def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):

@@ -40,3 +40,15 @@ def reference_rows(ggml_type, w):
 def call(address, *args):
     """Calls void f(intp, ...) at an address."""
     ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * len(args))(address)(*args)
+
+
+def amx_cases(ggml_type):
+    """(weights, activations) that go through AMX in every way: rows that are no multiple of 16,
+    columns that are none of a chunk, the largest sums of products, a NaN."""
+    rng = np.random.default_rng(8)
+    block, _ = gguf.GGML_QUANT_SIZES[ggml_type]
+    for rows, n in ((21, 1024 + block), (16, block)):
+        x = rng.standard_normal((64, n)).astype(np.float32)
+        x[1::5], x[2::5] = 1, -1
+        x[61, n // 2] = np.nan
+        yield random_weights(ggml_type, rows, n, rng), x

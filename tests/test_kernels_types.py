@@ -45,10 +45,10 @@ def product(ggml_type, w, x, address=matvec_address):
         seen = records[:, :n].view(np.int8).astype(np.float64) * np.repeat(d, block, axis=1)
     addresses = np.array([r.ctypes.data for r in records], np.intp)
     out = np.full((tokens, len(w) + 3), 7.0, np.float32)  # 3 columns that must stay untouched
-    scratch = np.empty(rows.SCRATCH, np.uint8)
+    scratch = np.full(rows.SCRATCH + 64, 7, np.uint8)
     call(address(fmt), w.ctypes.data, w.shape[1], 0, len(w), n, addresses.ctypes.data,
          tokens, out.ctypes.data, out.strides[0], scratch.ctypes.data)
-    assert (out[:, len(w) :] == 7.0).all()
+    assert (out[:, len(w) :] == 7.0).all() and (scratch[rows.SCRATCH :] == 7).all()
     return out[:, : len(w)], seen
 
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 import numpy as np
+from gguf import GGMLQuantizationType as Q
 from tqdm import tqdm
 
 from dali_gguf.cli.arguments import add_model, model_path
@@ -30,8 +31,18 @@ def run(args: argparse.Namespace) -> int:
         ahead.compile_all(types, lambda task: progress.update())
         ahead.do("program")
         progress.update()
+    try_tiles(types)
     with Engine(path, n_ctx=64) as engine:
         for tokens in (8, 1):  # prefill and decode: what this model needs besides
             engine.forward(np.arange(tokens) % engine.n_vocab, np.arange(tokens))
     say(f"kernels for {path.name} are in {CACHE_DIR}")
     return 0
+
+
+def try_tiles(types: set[Q]) -> None:
+    """Finds out, and says, for which of these types AMX pays; nothing where there is none."""
+    from dali_gguf.kernels import amx_check, isa
+
+    found = amx_check.find_out(types) if isa.AMX else {}
+    if found:
+        say(amx_check.summary(found))

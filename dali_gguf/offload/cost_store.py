@@ -7,7 +7,6 @@ again, and one line says so.
 import hashlib
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,17 +53,7 @@ class Profile:
 
 def machine_name(threads: int, gpu: str = "") -> str:
     """The CPU, its instruction set, threads used, and the GPU."""
-    return f"{cpu_name()}, {isa.NAME}, {threads} threads, {gpu or 'no GPU'}"
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return f"{isa.cpu_name()}, {isa.NAME}, {threads} threads, {gpu or 'no GPU'}"
 
 
 def shape_name(experts: LayerExperts) -> str:
