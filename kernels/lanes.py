@@ -247,11 +247,10 @@ def power_of_two(typing, x):
     """i8x8 exponents e -> 2^(e-128) as f32 (MXFP4's scale, halved for the doubled codes)."""
 
     def gen(context, b, sig, args):
-        wide = ir.VectorType(I32, 8)
-        e = b.zext(args[0], wide)
-        normal = b.shl(b.sub(e, const("i32", [1] * 8)), const("i32", [23] * 8))
-        tiny = b.shl(const("i32", [0x00200000] * 8), b.and_(e, const("i32", [1] * 8)))
-        bits = b.select(b.icmp_unsigned("<", e, const("i32", [2] * 8)), tiny, normal)
+        e = b.zext(args[0], ir.VectorType(I32, 8))
+        shifted = lambda n, more: b.add(b.shl(e, const("i32", [n] * 8)), const("i32", [more] * 8))
+        normal, tiny = shifted(23, -(1 << 23)), shifted(21, 1 << 21)  # tiny is the larger if e < 2
+        bits = b.select(b.icmp_signed(">", normal, tiny), normal, tiny)
         return b.bitcast(bits, ir.VectorType(F32, 8))
 
     return Vec("f32", 8)(x), gen

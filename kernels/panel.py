@@ -90,21 +90,29 @@ def _vnni_cells(b, cells, w, factor, ys, sub):
     return [b.add(cells[_cell(p, t)], b.mul(parts[_cell(p, t)], factor[p])) for p, t in CELLS]
 
 
+def _keep_order(b, value):
+    """The value, by way of an empty instruction that stays where it is. Without it LLVM computes
+    cell after cell, with the weights of all groups in memory."""
+    if not isa.AVX2:
+        return value
+    nothing = ir.InlineAsm(ir.FunctionType(value.type, [value.type]), "", "=x,0", True)
+    return b.call(nothing, [value])
+
+
 def _pair_cells(b, cells, w, factor, ys, sub, signed, widen_after):
     """The same by i16 sums; factor: i16 pairs of the parts."""
     parts = [None] * len(CELLS)
     for k in range(sub // 4):
         weights = _line_ir(b, w, k, BYTES)
+        widen = (k + 1) % widen_after == 0 or k + 1 == sub // 4
         for t in range(TOKENS):
             y = _broadcast_ir(b, _add(b, ys[t], 4 * k), BYTES)
             for p in range(PARTS):
                 i, v = _cell(p, t), pair_dot_ir(b, weights[p], y, signed)
-                parts[i] = v if parts[i] is None else b.add(parts[i], v)
-        if (k + 1) % widen_after == 0 or k + 1 == sub // 4:
-            for p, t in CELLS:
-                i = _cell(p, t)
-                cells[i] = b.add(cells[i], madd_ir(b, parts[i], factor[p]))
-                parts[i] = None
+                v = v if parts[i] is None else b.add(parts[i], v)
+                if widen:
+                    cells[i] = _keep_order(b, b.add(cells[i], madd_ir(b, v, factor[p])))
+                parts[i] = None if widen else _keep_order(b, v)
     return cells
 
 
