@@ -161,7 +161,7 @@ def add_product(small: bool):
 def _add_mins(op: str):
     @intrinsic
     def f(typing, total, mins, sums):
-        """total +- min . sum16 over 32 values: a line of min pairs, 2 i16 sums in each slot."""
+        """total +- min . sum: a line of min pairs, 2 i16 sums in each slot."""
 
         def gen(context, b, sig, args):
             total, mins, sums = args

@@ -29,7 +29,7 @@ from dali_gguf.kernels.lanes import (
     transpose8, zero_f32x8,
 )
 from dali_gguf.kernels.panel import (
-    LINE, add_scaled, double_pairs, subtract_scaled, tile_subtract, tile_sums, zero_tile,
+    LINE, add_scaled, double_pairs, subtract_scaled, tile_subtract, zero_tile,
 )
 from dali_gguf.kernels.quantize import pairs_at
 from dali_gguf.kernels.simd import (
@@ -45,6 +45,7 @@ AHEAD = 2048  # bytes: hardware prefetch stops at each page
 quarter0, quarter1, quarter2, quarter3 = (
     permutation([4 * j + i // 8 for i in range(32)]) for j in range(4)
 )
+pairs_of_mins = permutation([2 * (i % 8) for i in range(16)])  # of mins that stand twice each
 lane0, lane1, lane2, lane3, lane4, lane5, lane6, lane7 = (
     permutation([j] * 8 + [8 + j] * 8) for j in range(8)
 )
@@ -151,6 +152,15 @@ def eight_rows(p, stride, n, record, scratch):
     return acc
 
 
+def sums_at(n, i):
+    """Where in a record the sums of block i are that a panel's min pairs meet: of 32 values each if
+    the mins are, else of 16."""
+    at = n + n // 64 + 4 * MIN_LINES * i
+    if MIN_LINES == 4:
+        return at + n // 8
+    return at
+
+
 def pack_block(p, stride, last, target, scratch):
     """The block at p of 8 rows (rows after `last` repeat it) to half the lines of a panel block."""
     for j in range(8):
@@ -161,7 +171,10 @@ def pack_block(p, stride, last, target, scratch):
     for r in range(8):
         row = p + min(r, last) * stride
         store(scratch + 32 * r, scales16(row))
-        store(scratch + 256 + 32 * r, mins16(row))
+        if MIN_LINES == 4:
+            store(scratch + 256 + 32 * r, pairs_of_mins(mins16(row)))
+        else:
+            store(scratch + 256 + 32 * r, mins16(row))
         store(halves + 4 * r, first_lane(scales8(row, 0)))
         if MIN == FLOAT_MIN:
             store(halves + LINE + 4 * r, first_lane(mins8(row, 0)))
@@ -180,21 +193,22 @@ def tile_block(acc, w, i, n, y0, y1, y2, y3):
     for j in range(256 // SUB):
         q, at = 256 * i + SUB * j, w + SUB // 4 * LINE * j
         total = tile(total, at, w + SCALES + LINE * j, y0 + q, y1 + q, y2 + q, y3 + q)
-    d, s, halves = n + 4 * i, n + n // 64 + 32 * i, w + MINS + 8 * LINE
+    d, s, halves = n + 4 * i, sums_at(n, i), w + MINS + 8 * LINE
     if MIN == INT_MIN:
-        low = tile_sums(zero_tile(), w + MINS, y0 + s, y1 + s, y2 + s, y3 + s)
+        low = add_sums(zero_tile(), w + MINS, y0 + s, y1 + s, y2 + s, y3 + s)
         total = tile_subtract(total, low)
     acc = add_scaled(acc, total, halves, y0 + d, y1 + d, y2 + d, y3 + d)
     if MIN == FLOAT_MIN:
-        total = tile_sums(zero_tile(), w + MINS, y0 + s, y1 + s, y2 + s, y3 + s)
+        total = add_sums(zero_tile(), w + MINS, y0 + s, y1 + s, y2 + s, y3 + s)
         acc = subtract_scaled(acc, total, halves + LINE, y0 + d, y1 + d, y2 + d, y3 + d)
     return acc
 
 
 def gather_scales(record, first, last, n, slot):
-    """Blocks' d and sums of 16 values to a group's slot."""
+    """Blocks' d and sums to a group's slot."""
     copy(record + n + 4 * first, slot + D_IN_SLOT, 4 * (last - first))
-    copy(record + n + n // 64 + 32 * first, slot + SUMS_IN_SLOT, 32 * (last - first))
+    size = 4 * MIN_LINES * (last - first)
+    copy(record + sums_at(n, first), slot + SUMS_IN_SLOT, size)
 
 
 def group_blocks(panel, count, slots, ring, stage):
@@ -203,7 +217,7 @@ def group_blocks(panel, count, slots, ring, stage):
         start_product(s, panel, slots, ring)
     for i in range(count):
         w, d = panel + PANEL_BLOCK * i, slots + D_IN_SLOT + 4 * i
-        sums, halves = slots + SUMS_IN_SLOT + 32 * i, w + MINS + 8 * LINE
+        sums, halves = slots + SUMS_IN_SLOT + 4 * MIN_LINES * i, w + MINS + 8 * LINE
         total = zero_group()
         if MIN == INT_MIN:
             for k in range(8):
@@ -216,7 +230,7 @@ def group_blocks(panel, count, slots, ring, stage):
         add_to_stage(stage, total, halves, d)
         if MIN == FLOAT_MIN:
             low = zero_group()
-            for k in range(8):
+            for k in range(MIN_LINES):
                 low = add_mins(low, w + MINS + LINE * k, sums + 4 * k)
             subtract_from_stage(stage, low, halves + LINE, d)
 
@@ -248,5 +262,5 @@ def expand(p, n, out, scratch):
 
 PAIRED = False
 PANEL_BLOCK = 90 * LINE
-INLINE = (scales8, mins8, scaled, scaled32, codes64, scales_of, quarter, scaled64)
+INLINE = (sums_at, scales8, mins8, scaled, scaled32, codes64, scales_of, quarter, scaled64)
 ONCE = (dot, eight_rows, pack_block, tile_block, gather_scales, group_blocks)

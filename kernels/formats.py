@@ -17,7 +17,7 @@ from dali_gguf.kernels import (
     mxfp4, q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, rows,
 )
 from dali_gguf.kernels.dots import add_small_pairs
-from dali_gguf.kernels.panel import LINE, tile_dot
+from dali_gguf.kernels.panel import LINE, tile_dot, tile_sums
 from dali_gguf.kernels.quantize import FLOAT, Q8, QK
 from dali_gguf.kernels.simd import OPTIONS, inline, inline_once, jit
 from dali_gguf.kernels.sums import add_pairs
@@ -87,6 +87,9 @@ def _namespace(fmt: Format) -> dict:
     if fmt.kind == QK:
         sub = fmt.module.SUB
         names["SCALES"], names["MINS"] = 64 * LINE, (64 + 256 // sub) * LINE
+        by32 = sub == 32 and fmt.module.MIN == blocks256.FLOAT_MIN
+        names["MIN_LINES"] = 4 if by32 else 8
+        names["add_sums"] = tile_sums(names["MIN_LINES"])
     else:
         lane = 127 * fmt.module.MAX_CODE * (8 if fmt.module.NIBBLES else 4)  # largest sum of a lane
         names["add_first"], names["add_second"] = (

@@ -3,8 +3,8 @@ them.
 
 A panel holds, block after block of one quant type, lines of 64 bytes: 4 bytes for each of 16 rows.
     blocks of 32:   8 of codes [16 rows][4] | scale f32 [16] | min f32 [16]
-    blocks of 256:  64 of codes | 256/SUB of scale pairs i16 [16][2] | 8 of min pairs i16 [16][2]
-                    | d f32 [16] | dmin f32 [16]
+    blocks of 256:  64 of codes | 256/SUB of scale pairs i16 [16][2] | 8 of min pairs i16 [16][2],
+                    only 4 used where a min stands for 32 weights | d f32 [16] | dmin f32 [16]
 The tile multiplies a panel with TOKENS records: per 4 weights one load of the line, one broadcast
 of each token's 4 bytes, and one dot product. Without VNNI its sums are i16 and are widened as
 seldom as they may.
@@ -147,25 +147,29 @@ def tile_dot(sub, signed, widen_after, scaled):
     return tile
 
 
-@intrinsic
-def tile_sums(typing, acc, mins, s0, s1, s2, s3):
-    """acc += min . sum16 over a block of 256: 8 lines of min pairs, 16 i16 sums a token."""
+def tile_sums(lines):
+    """An intrinsic: tile += min . sum over a block of 256: lines of min pairs, and as many pairs of
+    i16 sums a token."""
 
-    def gen(context, b, sig, args):
-        acc, mins, *sums = args
-        cells = [b.extract_value(acc, i) for i in range(len(CELLS))]
-        for k in range(8):
-            m = _line_ir(b, mins, k, SHORTS)
-            for t in range(TOKENS):
-                pair = _broadcast_ir(b, _add(b, sums[t], 4 * k), SHORTS)
-                for p in range(PARTS):
-                    i = _cell(p, t)
-                    cells[i] = b.add(cells[i], madd_ir(b, m[p], pair))
-        for i, value in enumerate(cells):
-            acc = b.insert_value(acc, value, i)
-        return acc
+    @intrinsic
+    def add_sums(typing, acc, mins, s0, s1, s2, s3):
+        def gen(context, b, sig, args):
+            acc, mins, *sums = args
+            cells = [b.extract_value(acc, i) for i in range(len(CELLS))]
+            for k in range(lines):
+                m = _line_ir(b, mins, k, SHORTS)
+                for t in range(TOKENS):
+                    pair = _broadcast_ir(b, _add(b, sums[t], 4 * k), SHORTS)
+                    for p in range(PARTS):
+                        i = _cell(p, t)
+                        cells[i] = b.add(cells[i], madd_ir(b, m[p], pair))
+            for i, value in enumerate(cells):
+                acc = b.insert_value(acc, value, i)
+            return acc
 
-    return INT(INT, *(types.intp,) * 5), gen
+        return INT(INT, *(types.intp,) * 5), gen
+
+    return add_sums
 
 
 @intrinsic
