@@ -1,5 +1,7 @@
 """CPU and stand-in GPU together give what one device gives, wherever the experts are."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -203,6 +205,22 @@ def test_a_failed_copy_is_raised_where_it_is_needed(rig):
         r.run(2)
 
 
+def test_a_late_guess_whose_slot_is_needed_at_once(rig):
+    """More copies than slots: the slot of a guess serves again in the same step, once."""
+    r = rig(placement="all-gpu", expert_cache="static")
+    r.scheduler.gap.room = lambda *_: 100
+    plain = r.scheduler.traffic.link._copy
+
+    def slow(copy):
+        time.sleep(0.002)
+        plain(copy)
+
+    r.scheduler.traffic.link._copy = slow
+    assert r.run(12, tokens=6) < 1e-4
+    assert r.total("late") > 0 and r.total("copied") > 0
+    r.check()
+
+
 def test_only_what_pays_is_kept(rig):
     """A link so slow that copies never pay off: after its trial the scheduler stops copying."""
     r = rig(adapt=True, placement="balance", prefetch="none", expert_cache="static")
@@ -210,8 +228,6 @@ def test_only_what_pays_is_kept(rig):
     plain = r.scheduler.traffic.link._copy
 
     def slow(copy):
-        import time
-
         time.sleep(0.003)
         plain(copy)
 

@@ -30,15 +30,15 @@ class Traffic:
                  experts: dict[int, LayerExperts], layers: list[int], counters: HybridCounters,
                  ram: RamTier | None = None):
         """ram: where experts come from that are in neither slots nor the mapped file."""
-        self.ram = ram
         self.device, self.slots, self.cache, self.counters = device, slots, cache, counters
-        self.experts, self.layers = experts, layers
+        self.experts, self.layers, self.ram = experts, layers, ram
         self.link = Link(device.device, None if ram is None else ram.staging)
         self.coming: list[dict[int, Copy]] = [{} for _ in layers]  # by expert, not yet resident
         self._expert_bytes = [experts[layer].expert_bytes() for layer in layers]
         self._on_gpu = device.device.type == "cuda"
         self._fills: list[tuple[Copy, Swap]] = []  # under way
-        self._done: list[list[Copy]] = [[] for _ in layers]  # used in this step, in spare slots
+        self._done: list[list[Copy]] = [[] for _ in layers]  # for this step, there, in spare slots
+        self.behind: list[Copy] = []  # that the layer needs and that had not arrived
         self._unused: list[Copy] = []  # demanded for this layer, not yet given work
         self._orphans: list[Copy] = []  # begun, but no longer wanted
         self._timed: list[Copy] = []
@@ -86,8 +86,6 @@ class Traffic:
     def _start(self, row: int, experts: Sequence[int], kind: str, leave: int) -> list[Copy]:
         """Copies for as many of these experts as there are slots, less `leave`."""
         copies: list[Copy] = []
-        if not experts:
-            return copies
         for expert in experts:
             if self.slots.spare(row) <= leave:
                 break
@@ -118,52 +116,53 @@ class Traffic:
     def here(self, row: int, workload: np.ndarray) -> np.ndarray:
         """uint8 [E]: what this step may compute on the device without a new copy. Guesses are
         judged: those not begun are dropped, those not used give their slot back."""
+        self.behind = []
         if not self.coming[row]:
             return self.cache.resident[row]
         guesses = [c for c in self.coming[row].values() if c.kind == PREFETCH]
-        dropped = self.link.drop(guesses) if guesses and self.link.waiting() else ()
-        for copy in dropped:
-            self.counters.add(row, "late" if workload[copy.expert] else "wasted")
-            self.counters.add(row, "bytes", -copy.nbytes)
-            self._give(self.coming[row].pop(copy.expert), copy.free)
-        for copy in guesses:
-            if copy.state == DROPPED:
-                continue
+        if guesses and self.link.waiting():
+            for copy in self.link.drop(guesses):
+                self.counters.add(row, "late" if workload[copy.expert] else "wasted")
+                self.counters.add(row, "bytes", -copy.nbytes)
+                self._give(self.coming[row].pop(copy.expert), copy.free)
+        for copy in list(self.coming[row].values()):
             if workload.item(copy.expert):
-                self.counters.add(row, "useful" if self.link.arrived(copy) else "late")
-                copy.kind = DEMAND  # judged: from here on as any copy for this step
-            else:
+                self._expect(row, copy)
+            elif copy.kind == PREFETCH:
                 self.counters.add(row, "wasted")
                 self._orphans.append(self.coming[row].pop(copy.expert))
         return self.near(row)
+
+    def _expect(self, row: int, copy: Copy) -> None:
+        """A guess, or a fill under way, that this step needs."""
+        arrived = self.link.arrived(copy)
+        if copy.kind == PREFETCH:
+            self.counters.add(row, "useful" if arrived else "late")
+            copy.kind = DEMAND  # judged: from here on as any copy for this step
+        if arrived:
+            self.link.wait(copy)
+            self._use(row, copy)
+        else:
+            self.behind.append(copy)
+
+    def _use(self, row: int, copy: Copy) -> None:
+        """The bytes are there, in a spare slot; a fill's slot is settled later."""
+        self.slots.place[row, copy.expert] = copy.offset
+        if copy.kind != FILL:
+            self._done[row].append(copy)
 
     def busy_us(self, model: CostModel) -> float:
         """Until the link is free: half a copy for one under way, a whole one for each waiting."""
         return model.costs.t * (self.link.waiting() + 0.5 * self.link.copying)
 
     def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
-        """(experts whose bytes are there, their int64 offsets, copies of the others on the way)."""
-        at, late = self.slots.place[row][ids], []
-        if not self.coming[row]:
-            return ids, at, late
-        wanted = ids.tolist()
-        for expert, copy in self.coming[row].items():
-            if expert not in wanted:
-                continue
-            if self.link.arrived(copy):
-                self.link.wait(copy)
-                self._note(row, copy)
-                at[wanted.index(expert)] = copy.offset
-            else:
-                late.append(copy)
+        """(experts whose bytes are there, their int64 offsets, copies of the others on the way).
+        After here, which has found those that have arrived."""
+        late = [c for c in self.behind if c.expert in ids] if self.behind else []
+        at = self.slots.place[row][ids]
         if late:
-            there = at != NOWHERE
-            ids, at = ids[there], at[there]
+            ids, at = ids[at != NOWHERE], at[at != NOWHERE]
         return ids, at, late
-
-    def late(self, row: int) -> bool:
-        """Whether a copy for the layer is still on its way."""
-        return not all(self.link.arrived(copy) for copy in self.coming[row].values())
 
     # ---- copies for this step --------------------------------------------------------------
 
@@ -190,14 +189,11 @@ class Traffic:
         self._unused = [copy for copy in self._unused if copy not in group]
         for copy in group:
             if reuse and copy.kind == DEMAND:
+                if self.coming[row].get(copy.expert) is copy:  # a late guess
+                    del self.coming[row][copy.expert]
                 self._give(copy, event)
             else:
-                self._note(row, copy)
-
-    def _note(self, row: int, copy: Copy) -> None:
-        """A copy in a spare slot that this step used; fills settle on their own."""
-        if copy.kind != FILL:
-            self._done[row].append(copy)
+                self._use(row, copy)
 
     def _event(self):
         if self._on_gpu:
@@ -290,6 +286,9 @@ class Traffic:
         return ended
 
     def _give(self, copy: Copy, event) -> None:
+        """Its slot is spare again."""
+        if self.slots.place[copy.row, copy.expert] == copy.offset:
+            self.slots.place[copy.row, copy.expert] = NOWHERE
         self.slots.give(copy.row, copy.offset, event)
 
     def close(self) -> None:

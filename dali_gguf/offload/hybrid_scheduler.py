@@ -128,7 +128,7 @@ class HybridScheduler(Scheduler):
             coming = self.traffic.demand(row, copy)
         arriving = None if self.ram is None else self.ram.need(layer, routing, on_cpu, plan.copy)
         others = not self.launches or bool(coming) or arriving is not None  # to wait for meanwhile
-        beside = on_cpu.size > 0 and (others or self.traffic.late(row))  # in a thread of its own
+        beside = on_cpu.size > 0 and (others or bool(self.traffic.behind))  # in its own thread
         if beside:
             self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
         plan_us, before = (time.perf_counter() - began) * 1e6, self._untimed
