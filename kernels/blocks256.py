@@ -170,14 +170,20 @@ def pack_block(p, stride, last, target, scratch):
     scales, mins, halves = target + SCALES, target + MINS, target + MINS + 8 * LINE
     for r in range(8):
         row = p + min(r, last) * stride
-        store(scratch + 32 * r, scales16(row))
+        scale, low = scales16(row), mins16(row)  # unpacked together, so before anything is stored
+        store(scratch + 32 * r, scale)
         if MIN_LINES == 4:
-            store(scratch + 256 + 32 * r, pairs_of_mins(mins16(row)))
+            store(scratch + 256 + 32 * r, pairs_of_mins(low))
         else:
-            store(scratch + 256 + 32 * r, mins16(row))
-        store(halves + 4 * r, first_lane(scales8(row, 0)))
+            store(scratch + 256 + 32 * r, low)
+        if last < 7:
+            store(halves + 4 * r, first_lane(scales8(row, 0)))
+            if MIN == FLOAT_MIN:
+                store(halves + LINE + 4 * r, first_lane(mins8(row, 0)))
+    if last == 7:
+        store(halves, scales8(p, stride))
         if MIN == FLOAT_MIN:
-            store(halves + LINE + 4 * r, first_lane(mins8(row, 0)))
+            store(halves + LINE, mins8(p, stride))
     transpose8(scratch + 256, 32, mins, LINE)
     if SUB == 32:
         transpose8(scratch, 32, scales, LINE)
