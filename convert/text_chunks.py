@@ -16,7 +16,9 @@ def read_chunks(
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give a text file") from None
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     ids = tokenizer.encode(text)
     count = len(ids) // size

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from dali_gguf import models
+from dali_gguf.closing import close_all
 from dali_gguf.device import Device, Step
 from dali_gguf.errors import InputError, NumericError
 from dali_gguf.gguf_file import GGUFFile
@@ -18,8 +19,8 @@ from dali_gguf.layers import Pass
 from dali_gguf.offload import devices, disk_tier
 from dali_gguf.offload.arena_stats import Since
 from dali_gguf.offload.devices import GpuOptions
-from dali_gguf.offload.gpu_tier import out_of_memory
 from dali_gguf.offload.scheduler import Scheduler
+from dali_gguf.offload.vram import out_of_memory
 from dali_gguf.sampler import Sampler, SamplingParams
 from dali_gguf.stats import Stats, hash_logits
 from dali_gguf.stopping import StopFilter
@@ -180,7 +181,7 @@ class Engine:
         sampler = Sampler(params, ids.tolist())
         room = self.n_ctx - len(ids)
         wanted = room if params.max_tokens < 0 else min(params.max_tokens, room)
-        ends = frozenset() if params.max_tokens == -2 else self.tokenizer.end_ids
+        ends = frozenset() if params.never_ends else self.tokenizer.end_ids
         self.stats = Stats(bytes_per_token=self.model.bytes_per_token, finish="interrupted")
         started = time.perf_counter()
         for start in self._starts(ids):
@@ -261,11 +262,9 @@ class Engine:
         return ids.astype(np.int32)
 
     def close(self) -> None:
-        """A device that was handed in stays open: it belongs to the caller."""
-        self.scheduler.close()
-        self._close_device()
-        self.guard.close()
-        self.file.close()
+        """Everything, whatever fails on the way; then raises the first error. A device that was
+        handed in stays open: it belongs to the caller."""
+        close_all(self.scheduler.close, self._close_device, self.guard.close, self.file.close)
 
     def _close_device(self) -> None:
         if isinstance(self.options.device, str):

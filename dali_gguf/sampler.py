@@ -21,7 +21,8 @@ class SamplingParams:
     top_k 0, top_p 1, min_p 0, repeat_penalty 1, presence and frequency 0: switched off.
     penalty_last_n: tokens that count for penalties, prompt included (0: none, -1: all).
     seed -1: another one each time. max_tokens -1: until end of text, -2: until the context is
-    full (end of text is not a reason to stop). stop: texts that end the answer, not shown.
+    full (end of text is not a reason to stop). ignore_eos: it is no reason to stop for any
+    max_tokens. stop: texts that end the answer, not shown.
     """
 
     temperature: float = 0.8
@@ -35,6 +36,7 @@ class SamplingParams:
     seed: int = -1
     max_tokens: int = -1
     stop: tuple[str, ...] | list[str] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self):
         finite = [
@@ -58,6 +60,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature <= 0
+
+    @property
+    def never_ends(self) -> bool:
+        """Whether the answer goes on over tokens that end a text."""
+        return self.ignore_eos or self.max_tokens == -2
 
 
 class Sampler:

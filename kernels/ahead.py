@@ -1,7 +1,8 @@
 """Compiling on all cores: the kernels a model needs, in processes that share the cache folder.
 
 Numba compiles one function at a time in a process. Before a model's first run ever, its kernels are
-shared out: each process compiles its part into the cache, then this one loads all of them from there.
+shared out: each process compiles its part into the cache, then this one loads all of them from
+there.
 `python -m dali_gguf.kernels.ahead TASK...` is what a helper process runs.
 """
 

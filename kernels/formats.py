@@ -24,9 +24,6 @@ from dali_gguf.kernels.sums import add_pairs
 
 ROWS_SIGNATURE = types.void(*(types.intp,) * 10)
 EXPAND_SIGNATURE = types.void(*(types.intp,) * 4)
-# from how many tokens on the weights are unpacked first (measured: the unpacking of 16 rows costs
-# about as much as one token's products)
-MATMAT_FROM = 3
 
 _TEMPLATES = {FLOAT: floats, Q8: blocks32, QK: blocks256}
 
@@ -63,7 +60,8 @@ def format_of(ggml_type: Q, tensor_name: str) -> Format:
     if ggml_type not in FORMATS:
         known = " ".join(t.name for t in FORMATS)
         raise UnsupportedError(
-            f"tensor {tensor_name} has type {ggml_type.name}, which is not supported (known: {known})"
+            f"tensor {tensor_name} has type {ggml_type.name}, which is not supported "
+            f"(known: {known})"
         )
     return FORMATS[ggml_type]
 

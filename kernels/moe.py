@@ -1,4 +1,4 @@
-"""The experts of one layer: gate, up, activation, down and the weighted sum, without Python between.
+"""The experts of one layer: gate, up, activation, down, the weighted sum, no Python between.
 
 A step's (token, slot) pairs are sorted by expert, so the tokens of an expert are neighbours:
     gate, up [P, F] -> act(gate) * up -> quantized -> down [P, D] -> y[t] = sum of w * down[pair]
@@ -147,7 +147,8 @@ def quantize_h(job, thread, threads):
     kind, size, n = word(job, H_KIND), word(job, H_BYTES), word(job, F)
     for i in range(word(job, N_ACTIVE)):
         e = np.intp(load_i32(word(job, ACTIVE) + 4 * i))
-        for pair in range(load_intp(word(job, FIRST) + 8 * e), load_intp(word(job, FIRST) + 8 * e + 8)):
+        first = word(job, FIRST) + 8 * e
+        for pair in range(load_intp(first), load_intp(first + 8)):
             if (pair + i) % threads != thread:
                 continue
             row = word(job, GATE) + pair * word(job, F_STRIDE)
@@ -177,7 +178,7 @@ def down(job, scratch):
 
 @jit
 def weighted_sum(job, thread, threads):
-    """y[t] = sum over the slots whose experts were run, in slot order; columns split over threads."""
+    """y[t] = sum over the slots whose experts were run, in slot order; threads split columns."""
     n, n_used = word(job, D), word(job, USED)
     share = ((n + threads - 1) // threads + 7) // 8 * 8
     for t in range(word(job, TOKENS)):
@@ -190,10 +191,11 @@ def weighted_sum(job, thread, threads):
                 pair = np.intp(load_i32(word(job, PLACE) + 4 * slot))
                 w = splat_f32x8(load_f32(word(job, WEIGHTS) + 4 * slot))
                 acc = v_fma(load_f32x8(word(job, DOWN) + 4 * (pair * n + c)), w, acc)
+            y = word(job, Y) + 4 * (t * n + c)
             if c + 8 <= n:
-                store(word(job, Y) + 4 * (t * n + c), acc)
+                store(y, acc)
             else:
-                store_part(acc, word(job, Y) + 4 * (t * n + c), n - c, word(job, SCRATCH) + 64 * thread)
+                store_part(acc, y, n - c, word(job, SCRATCH) + 64 * thread)
 
 
 @jit

@@ -27,6 +27,17 @@ def _one_format(tensors: tuple[Tensor, ...]) -> Format:
     return format_of(tensors[0].type, tensors[0].name)
 
 
+def formats_of(experts: LayerExperts) -> tuple[Format, Format, Format]:
+    """Of gate, up and down. UnsupportedError for types that cannot be computed together."""
+    gate, up, down = (_one_format(r) for r in (experts.gate, experts.up, experts.down))
+    if up.kind != gate.kind:
+        raise UnsupportedError(
+            f"{experts.gate[0].name} is {gate.type.name} and {experts.up[0].name} is "
+            f"{up.type.name}: they need activations of different kinds"
+        )
+    return gate, up, down
+
+
 def chunk(rows: int, threads: int) -> int:
     """Rows that a thread takes at a time: a stretch of memory that is long enough to be read as one
     stream (64 rows measured 10 % slower), but one expert alone still keeps all threads busy."""
@@ -42,16 +53,12 @@ class LayerPlan:
     def __init__(self, experts: LayerExperts, threads: int):
         self.experts = experts
         roles = (experts.gate, experts.up, experts.down)
-        self.formats = tuple(_one_format(r) for r in roles)
+        self.formats = formats_of(experts)
         self.n_ff, self.n_embd = experts.gate[0].rows, experts.gate[0].cols
         self.addresses = np.array([[t.address for t in r] for r in roles], np.int64)
         x_kind, h_kind = self.formats[0].kind, self.formats[2].kind
-        if self.formats[1].kind != x_kind:
-            raise UnsupportedError(
-                f"{experts.gate[0].name} is {self.formats[0].type.name} and {experts.up[0].name} is "
-                f"{self.formats[1].type.name}: they need activations of different kinds"
-            )
-        self.x_bytes, self.h_bytes = record_bytes(x_kind, self.n_embd), record_bytes(h_kind, self.n_ff)
+        self.x_bytes = record_bytes(x_kind, self.n_embd)
+        self.h_bytes = record_bytes(h_kind, self.n_ff)
         self.f_stride = 4 * (-(-self.n_ff // 8) * 8)
         self.placed = (0, 0)  # pairs and version of the memory that the job's addresses belong to
         job = self.job = np.zeros(moe.JOB_WORDS, np.int64)
@@ -163,8 +170,8 @@ class MoeSpace:
 
     def run(self, step: MoeStep, phases: int, active: np.ndarray, addresses: np.ndarray) -> None:
         """active int32 [n] expert ids; addresses int64 [3, E]."""
-        pool = self.space.pool
-        moe.go(moe_address(), step.plan.job, phases, active, addresses, step.y, pool.state, pool.threads)
+        job, pool = step.plan.job, self.space.pool
+        moe.go(moe_address(), job, phases, active, addresses, step.y, pool.state, pool.threads)
 
 
 _address: list[int] = []

@@ -16,12 +16,14 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
 
+from dali_gguf.errors import InputError
 from dali_gguf.kernels import isa
 from dali_gguf.kernels.simd import I64, OPTIONS, call, jit
 
 # words of the shared state, each on a cache line of its own (8 words)
 GENERATION, WORK, JOB, STOP, DONE, COUNT, PHASE, CHUNK, RESTING = (8 * i for i in range(9))
 STATE_WORDS = 72 + 8 * 8
+MOST_THREADS = 512  # as in ggml; a system gives out some thousands and then fails
 SPIN = 2000  # rounds before yielding: about 50 us with the pause instruction
 IDLE = 20_000  # rounds before a worker without work naps: some milliseconds
 
@@ -177,6 +179,8 @@ class Pool:
 
     def __init__(self, threads: int | None = None):
         self.threads = threads or physical_cores()
+        if self.threads > MOST_THREADS:
+            raise InputError(f"{threads} threads: expected at most {MOST_THREADS}")
         self._words = np.zeros(STATE_WORDS, np.int64)
         start = -(-self._words.ctypes.data // 64) * 64
         self.state = start  # 64-byte aligned

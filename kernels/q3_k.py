@@ -1,7 +1,8 @@
 """Q3_K: 256 weights in 110 bytes: 32 bytes of high bits, 64 of 2-bit codes, 12 of scales, d half.
 
 weight = d * scale * (q - 4), one 6-bit scale (stored plus 32) for 16 weights. Byte l of half h
-holds the low bits of weights 128h + l + 32 * (0, 1, 2, 3); bit 4h + k of high byte l is their third.
+holds the low bits of weights 128h + l + 32 * (0, 1, 2, 3); bit 4h + k of high byte l is their
+third.
 """
 
 import numpy as np

@@ -1,7 +1,8 @@
-"""Q6_K: 256 weights in 210 bytes: 128 bytes of nibbles, 64 of high bit pairs, 16 int8 scales, d half.
+"""Q6_K: 256 weights in 210 bytes: 128 bytes of nibbles, 64 of high bit pairs, 16 int8 scales, d.
 
-weight = d * scale * (q - 32), one scale for 16 weights. In half h, nibble byte l holds weight
-128h + l low and 128h + 64 + l high (l < 64); bits 2k, 2k+1 of high byte l belong to 128h + 32k + l.
+weight = d * scale * (q - 32), one scale for 16 weights; d is a half. In half h, nibble byte l holds
+weight 128h + l low and 128h + 64 + l high (l < 64); bits 2k, 2k+1 of high byte l belong to
+128h + 32k + l.
 """
 
 import numpy as np
@@ -24,7 +25,8 @@ first_pairs, last_pairs = bit_field(0, 2, 2, 4), bit_field(4, 6, 2, 4)
 def reference(blocks):
     """uint8 [n, 210] -> float32 [n, 256]."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6]).reshape(1, 1, 4, 1) & 3
+    shifts = np.array([0, 2, 4, 6]).reshape(1, 1, 4, 1)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
     scales = blocks[:, 192:208].view(np.int8).astype(np.int32)
     d = blocks[:, 208:].copy().view(np.float16).astype(np.float32)[:, :, None]
     nibbles = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)

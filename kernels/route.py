@@ -1,4 +1,4 @@
-"""Router logits to experts and weights, compiled: router.py is the reference and knows groups too."""
+"""Router logits to experts and weights, compiled: router.py, the reference, knows groups too."""
 
 import numpy as np
 

@@ -11,6 +11,7 @@ from dali_gguf.device import Device
 from dali_gguf.errors import ModelFileError, UnsupportedError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Model
+from dali_gguf.tensor import Tensor
 from dali_gguf.weights import Weights
 
 SPELLING = {"gpt_oss": "gpt-oss"}  # files whose architecture has a dash
@@ -61,6 +62,27 @@ def load_model(file: GGUFFile, config: ModelConfig, device: Device) -> Model:
             f"as known here, the first is {ignored[0]}"
         )
     return model
+
+
+class NoDevice:
+    """Stands in for a device where a model is only checked, not run: nothing is read or
+    compiled."""
+
+    name = "none"
+
+    def weight(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def vector(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def check_model(file: GGUFFile, config: ModelConfig) -> None:
+    """Raises what load_model and the first step would."""
+    from dali_gguf.kernels.moe_plan import formats_of  # brings Numba
+
+    for experts in load_model(file, config, NoDevice()).experts.values():
+        formats_of(experts)
 
 
 def plain_kv_shape(weights: Weights, config: ModelConfig) -> tuple[int, int, int]:

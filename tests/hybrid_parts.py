@@ -45,7 +45,10 @@ def layers_of(n_layer=3, n_expert=8, kinds=(Q.Q4_0, Q.Q4_0, Q.Q8_0)) -> dict[int
     for i in range(n_layer):
         types = kinds if i < n_layer - 1 else (Q.Q8_0,) * 3
         stacks = [
-            tuple(random_tensor(k, (D, D), seed=100 * i + 10 * e + r, size=0.05) for e in range(n_expert))
+            tuple(
+                random_tensor(k, (D, D), seed=100 * i + 10 * e + r, size=0.05)
+                for e in range(n_expert)
+            )
             for r, k in enumerate(types)
         ]
         out[i + 1] = LayerExperts(i + 1, *stacks)

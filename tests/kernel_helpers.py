@@ -18,7 +18,8 @@ HALVES = {
 def random_weights(ggml_type, rows, cols, rng):
     """uint8 [rows, row bytes] of random blocks of the type."""
     if ggml_type in (Q.F32, Q.F16, Q.BF16):
-        return gguf.quants.quantize(rng.standard_normal((rows, cols)).astype(np.float32), ggml_type).view(np.uint8)
+        values = rng.standard_normal((rows, cols)).astype(np.float32)
+        return gguf.quants.quantize(values, ggml_type).view(np.uint8)
     block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     raw = rng.integers(0, 256, (rows, cols // block, size), dtype=np.uint8)
     for at in HALVES.get(ggml_type, []):

@@ -38,15 +38,20 @@ def small_tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_small(
-    path: Path, tensors: dict[str, np.ndarray] | None = None, keys=small_keys, alignment: int = 0
+    path: Path,
+    tensors: dict[str, np.ndarray] | None = None,
+    keys=small_keys,
+    alignment: int = 0,
+    floats: tuple[str, ...] = ("gate_inp",),
 ) -> Path:
-    """keys(writer) adds the keys; tensors None: small_tensors()."""
+    """keys(writer) adds the keys; tensors None: small_tensors(). floats: parts of the names of
+    matrices that stay F32; all others become Q8_0."""
     writer = gguf.GGUFWriter(path, "llama")
     if alignment:
         writer.add_custom_alignment(alignment)
     keys(writer)
     for name, array in (small_tensors() if tensors is None else tensors).items():
-        quantized = array.ndim > 1 and "gate_inp" not in name
+        quantized = array.ndim > 1 and not any(part in name for part in floats)
         kind = gguf.GGMLQuantizationType.Q8_0 if quantized else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(array, kind) if quantized else array, raw_dtype=kind)
     writer.write_header_to_file()

@@ -29,7 +29,8 @@ def test_a_helper_process_compiles_its_part(tmp_path):
     """It is started as compile_all starts it, from a folder that is not the checkout's."""
     code = "from dali_gguf.kernels import ahead; p = ahead._start(['expand:Q8_0']); print(p.wait())"
     env = {**os.environ, "DALI_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == "0", done.stderr
     assert [p.name for p in tmp_path.rglob("*.done")] == ["expand-Q8_0.done"]
     assert any(tmp_path.rglob("*expand*.nbi"))

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Q
 from dali_gguf.errors import MemoryBudgetError, ModelFileError
 from dali_gguf.offload import native_loads
 from dali_gguf.offload.arena import ExpertArena
+from dali_gguf.offload.direct_io import ModelFile
 from dali_gguf.offload.layout import lay_out, layer_layouts, slot_sizes
 from dali_gguf.offload.native_loads import NativeLoads
 from dali_gguf.offload.native_readers import MOST_GUESSES
@@ -217,6 +218,21 @@ def test_a_cut_file_stops_the_step_that_needs_it(tmp_path):
         take(arena, layers, 1, [5])
     take(arena, layers, 0, [0, 2])  # what is whole goes on
     arena.close()
+
+
+def test_a_shard_that_is_gone_leaves_no_other_open(tmp_path, monkeypatch):
+    opened, layers = [], model(tmp_path, shards=3)
+
+    class Watched(ModelFile):
+        def __init__(self, path, direct):
+            super().__init__(path, direct)
+            opened.append(self)
+
+    monkeypatch.setattr(native_loads, "ModelFile", Watched)
+    os.unlink(tmp_path / "model-2.gguf")
+    with pytest.raises(ModelFileError, match="model-2.gguf: cannot be opened"):
+        arena_for(layers, 6)
+    assert [file.descriptor for file in opened] == [-1, -1]
 
 
 def test_shrinking_gives_up_the_least_used_and_growing_adds_slots(tmp_path):

@@ -132,8 +132,8 @@ def test_batched_decode_equals_single(pools):
         attention(pools[2], q[:n], k[:n], v[:n], cache, 0, tokens(0, n, s), scale)
     keys = cache.keys.copy()
     for s, n in enumerate(lengths):
-        row = slice(n, n + 1)
-        singles.append(attention(pools[1], q[row], k[row], v[row], cache, 0, tokens(n, 1, s), scale))
+        row, step = slice(n, n + 1), tokens(n, 1, s)
+        singles.append(attention(pools[1], q[row], k[row], v[row], cache, 0, step, scale))
     cache.keys[:] = keys
     at = np.array(lengths, np.int32)
     step = Step(np.zeros(5, np.int32), at, np.arange(5, dtype=np.int32))

@@ -23,14 +23,18 @@ def machine(root, mounts="", groups="", gib=16):
     })
 
 
-V1 = "33 24 0:29 / /cg/memory rw shared:9 - cgroup cgroup rw,memory\n32 24 0:28 / /cg/cpu rw - cgroup cgroup rw,cpu\n"
+V1 = (
+    "33 24 0:29 / /cg/memory rw shared:9 - cgroup cgroup rw,memory\n"
+    "32 24 0:28 / /cg/cpu rw - cgroup cgroup rw,cpu\n"
+)
 V2 = "33 24 0:29 / /cg rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
 def v1_group(limit, used, file=0):
     return {
         "memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n",
-        "memory.stat": f"cache {file}\ntotal_inactive_file {file // 2}\ntotal_active_file {file - file // 2}\n",
+        "memory.stat": f"cache {file}\ntotal_inactive_file {file // 2}\n"
+                       f"total_active_file {file - file // 2}\n",
     }
 
 
@@ -98,8 +102,8 @@ def test_this_machine_has_an_answer():
 
 
 @pytest.mark.parametrize("text, nbytes", [
-    ("6G", 6 * GIB), ("6g", 6 * GIB), ("6GB", 6 * GIB), ("1.5GiB", 3 * GIB // 2), ("800M", 800 << 20),
-    ("4096", 4096), (" 2 T ", 2 << 40),
+    ("6G", 6 * GIB), ("6g", 6 * GIB), ("6GB", 6 * GIB), ("1.5GiB", 3 * GIB // 2),
+    ("800M", 800 << 20), ("4096", 4096), (" 2 T ", 2 << 40),
 ])
 def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes

@@ -14,6 +14,7 @@ from dali_gguf.sampler import SamplingParams
 from tests.hub_server import HubServer
 from tests.numpy_device import NumpyDevice
 from tests.small_gguf import small_keys, write_small
+from tests.vocabulary_file import N_VOCAB
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -156,6 +157,14 @@ def test_seed_repeats_and_until_the_context_is_full(plain, capsys):
     assert first[1] != run(capsys, *arguments, "-s", "8")[1]
 
 
+def test_ignore_eos_goes_on_to_the_end(plain, capsys, monkeypatch):
+    monkeypatch.setattr("dali_gguf.tokenizer.Tokenizer.end_ids", frozenset(range(N_VOCAB)))
+    arguments = [plain, "-p", "w1", "--greedy", "-n", "5"]
+    assert "decode 0 tokens" in run(capsys, *arguments)[2]
+    code, out, err = run(capsys, *arguments, "--ignore-eos")
+    assert code == 0 and "decode 4 tokens" in err and "stopped by length" in err
+
+
 def test_ctrl_c_shows_what_there_is(plain, capsys, monkeypatch):
     generate, text = Engine.generate, generated(plain, "w1")
 
@@ -197,6 +206,12 @@ def test_figures_to_a_file(plain, capsys, tmp_path):
     code, _, err = run(capsys, plain, "-p", "w1", "--stats-json", str(file), "--stats", *GREEDY)
     assert code == 0 and json.loads(file.read_text())["decode_tokens"] >= 7
     assert "decode_tokens" in err
+
+
+def test_a_file_for_figures_without_a_place_is_refused_before_the_text(plain, capsys, tmp_path):
+    nowhere = str(tmp_path / "none" / "stats.json")
+    assert "no folder" in refused(capsys, plain, "-p", "w1", "--stats-json", nowhere, *GREEDY)
+    assert "a folder" in refused(capsys, plain, "-p", "w1", "--stats-json", str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,9 @@ def test_own_sizes_and_csv(trace_path, tmp_path, capsys):
         (["TRACE", "--batch", "99"], "fewer than the batch of 99"),
         (["TRACE", "--prefill", "9999"], "fewer than a prompt of 9999"),
         (["TRACE", "--resident", "0"], "expected a percentage above 0"),
+        (["TRACE", "--json"], "add --report"),
+        (["TRACE", "--report", "-m", "a.gguf"], "give one of the two"),
+        ([__file__], "not a trace file: record one with"),
         (["TRACE", "--scale-to", "qwen3-30b", "--vram", "1G"], "holds no expert of qwen3-30b"),
     ],
 )
@@ -126,6 +129,21 @@ def test_errors_are_one_line(trace_path, capsys, args, message):
     assert main(["simulate", *(trace_path if a == "TRACE" else a for a in args)]) == 2
     err = capsys.readouterr().err
     assert message in err and err.strip().count("\n") == 0
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_table(trace_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", trace_path, "--plot", "out.png"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--plot needs matplotlib" in err
+
+
+def test_files_to_write_need_a_folder(trace_path, model_path, tmp_path, capsys):
+    for command in (["simulate", trace_path, "--plot"], ["trace", model_path, "-o"]):
+        for path, expected in ((tmp_path / "none" / "x", "no folder"), (tmp_path, "is a folder")):
+            with pytest.raises(SystemExit, match="2"):
+                main([*command, str(path)])
+            assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("vram", ["0", "-3G", "abc"])
@@ -243,7 +261,7 @@ def test_calibrate_then_plan(model_path, tmp_path, capsys, monkeypatch):
 def test_trace_command(model_path, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("some words to read " * 80)
-    out = tmp_path / "t.npz"
+    out = tmp_path / "t.trace"  # the name as it is given
     assert (
         main(["trace", model_path, "-f", str(text), "-o", str(out), "--length", "32", "--counts"])
         == 0

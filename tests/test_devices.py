@@ -119,14 +119,28 @@ def test_memory_that_runs_out_makes_a_smaller_plan(path, half, reference, capsys
     assert lines and all("GPU memory ran out: planning with" in line for line in lines)
 
 
+def test_an_error_that_only_speaks_of_memory_is_not_a_lack_of_it(path, half, capsys, monkeypatch):
+    def empty(*args, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
+        monkeypatch.setattr(gpu_slots.torch, "empty", empty)
+        tier = engine._tier
+        with pytest.raises(RuntimeError, match="illegal"):
+            _allocate(tier, engine.model.experts)
+    assert "ran out" not in capsys.readouterr().err
+
+
+def _allocate(tier, experts):
+    layouts = [tier.device.experts(e).layout for e in experts.values()]
+    plan, device = tier.plan_of, tier.device.device
+    gpu_slots.allocate(device, layouts, EXPERTS, plan.slots, plan.spare, gpu_tier.say)
+
+
 def _slots_only(tier, model, config, file, memory):
     """Only the part that allocates slots, so that nothing else meets the limit."""
     try:
-        layouts = [tier.device.experts(e).layout for e in model.experts.values()]
-        plan = tier.plan_of
-        gpu_slots.allocate(
-            tier.device.device, layouts, EXPERTS, plan.slots, plan.spare, gpu_tier.say
-        )
+        _allocate(tier, model.experts)
     except torch.OutOfMemoryError:
         pass
     raise StopIteration

@@ -1,4 +1,4 @@
-"""offload/direct_io.py: right bytes at any offset, and a clear error for every way a file goes bad."""
+"""offload/direct_io.py: right bytes at any offset, a clear error for every way a file goes bad."""
 
 import errno
 import os
@@ -30,7 +30,8 @@ def fetch(file, offset, nbytes, name="blk.0.ffn_up_exps.weight[3]"):
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("offset, nbytes", [
-    (0, 1), (0, PAGE), (512, PAGE), (1, 2 * PAGE), (4095, 2), (100_001, 50_000), (SIZE - 10, 10), (0, SIZE),
+    (0, 1), (0, PAGE), (512, PAGE), (1, 2 * PAGE), (4095, 2), (100_001, 50_000),
+    (SIZE - 10, 10), (0, SIZE),
 ])
 def test_any_range_comes_whole(path, direct, offset, nbytes):
     file = ModelFile(path, direct)
@@ -48,7 +49,8 @@ def test_missing_file_is_named(tmp_path):
 def test_a_file_cut_while_in_use_is_an_error(path, direct, left):
     file = ModelFile(path, direct)
     os.truncate(path, left)
-    with pytest.raises(ModelFileError, match=r"model.gguf: tensor blk.*\[3\] at offset 200000") as error:
+    wanted = r"model.gguf: tensor blk.*\[3\] at offset 200000"
+    with pytest.raises(ModelFileError, match=wanted) as error:
         fetch(file, 200_000, 60_000)
     assert str(SIZE) in str(error.value) and str(left) in str(error.value)
     assert "\n" not in str(error.value)

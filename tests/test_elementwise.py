@@ -123,5 +123,6 @@ def test_rope_over_threads_and_in_place(pools):
 
 def test_negative_position(pools):
     params = RopeParams(2, False, np.ones(1, np.float32))
+    x, positions = np.ones((1, 1, 2), np.float32), np.full(1, -1, np.int32)
     with pytest.raises(InputError, match="-1"):
-        RopeTables().rope(pools[1], np.ones((1, 1, 2), np.float32), np.full(1, -1, np.int32), params)
+        RopeTables().rope(pools[1], x, positions, params)

@@ -155,6 +155,35 @@ def test_end_of_text_ends(engine, monkeypatch):
     assert len(list(engine.tokens(PROMPT, SamplingParams(temperature=0, max_tokens=-2)))) == 24
 
 
+    on = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    assert list(engine.tokens(PROMPT, on)) == [2] * 5 and engine.stats.finish == "length"
+    on = SamplingParams(temperature=0, ignore_eos=True)
+    assert list(engine.tokens(PROMPT, on)) == [2] * 24 and engine.stats.finish == "context"
+
+
+def test_everything_is_closed_whatever_fails(path, monkeypatch):
+    """And the first error is raised."""
+    engine, closed = opened(path), []
+
+    def closing(part, error):
+        real = part.close
+
+        def close():
+            closed.append(part)
+            real()
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(part, "close", close)
+
+    closing(engine.scheduler, OSError("first"))
+    closing(engine.guard, OSError("second"))
+    closing(engine.file, None)
+    with pytest.raises(OSError, match="first"):
+        engine.close()
+    assert closed == [engine.scheduler, engine.guard, engine.file]
+
+
 def test_figures(engine):
     list(engine.tokens(PROMPT, GREEDY))
     first = engine.stats

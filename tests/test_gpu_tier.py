@@ -10,6 +10,7 @@ from dali_gguf.errors import MemoryBudgetError  # noqa: E402
 from dali_gguf.offload import gpu_measure  # noqa: E402
 from dali_gguf.offload.cost_store import Profile  # noqa: E402
 from dali_gguf.offload.prefetch import rank  # noqa: E402
+from dali_gguf.offload.scheduler import Scheduler  # noqa: E402
 from tests.small_gguf import EXPERTS  # noqa: E402
 from tests.test_devices import (  # noqa: E402, F401
     GREEDY, PROMPT, SIZES, half, made_up_costs, path, reference,
@@ -82,6 +83,12 @@ def test_whole_layers_get_a_trial_when_nothing_dynamic_pays(path, half, capsys, 
         assert engine.scheduler is settled
         assert f"placement {placement}" in engine.scheduler.line()
     assert f"fastest split: {placement} from now on" in capsys.readouterr().err
+
+
+def test_a_scheduler_without_measured_steps_stays(path, half):
+    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
+        plain = Scheduler(engine.device, {}, {})
+        assert engine._tier.reviewed(plain) is plain
 
 
 @pytest.mark.parametrize("placement", ["threshold", "all-gpu"])

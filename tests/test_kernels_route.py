@@ -9,7 +9,8 @@ from dali_gguf.router import RouterRule
 
 RULES = [
     RouterRule(), RouterRule(normalize=True), RouterRule("sigmoid", normalize=True, scale=2.5),
-    RouterRule("softmax_after"), RouterRule("sigmoid", bias=np.linspace(-1, 1, 13, dtype=np.float32)),
+    RouterRule("softmax_after"),
+    RouterRule("sigmoid", bias=np.linspace(-1, 1, 13, dtype=np.float32)),
 ]
 
 

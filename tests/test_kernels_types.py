@@ -25,7 +25,8 @@ def test_reference_equals_gguf(ggml_type):
 def test_expand_equals_reference(ggml_type):
     w = random_weights(ggml_type, 1, 512, np.random.default_rng(2))
     out, scratch = np.empty(512, np.float32), np.empty(256, np.uint8)
-    call(expand_address(FORMATS[ggml_type]), w.ctypes.data, 512, out.ctypes.data, scratch.ctypes.data)
+    function = expand_address(FORMATS[ggml_type])
+    call(function, w.ctypes.data, 512, out.ctypes.data, scratch.ctypes.data)
     np.testing.assert_allclose(out, reference_rows(ggml_type, w)[0], rtol=2e-6, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""The disk tier without Linux: what macOS and Windows lack is taken away, and it still reads right."""
+"""The disk tier without Linux: what macOS and Windows lack is taken away, and it reads right."""
 
 import subprocess
 import sys
@@ -56,5 +56,6 @@ sys.platform = "darwin"
 @pytest.mark.parametrize("system", [WINDOWS, MACOS], ids=["windows", "macos"])
 def test_imports_and_reads(tmp_path, system):
     code = textwrap.dedent(system + WORK)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr[-1500:]

@@ -52,5 +52,6 @@ def test_no_bare_imports():
 
 def test_import_stays_light():
     code = "import sys, dali_gguf, dali_gguf.cli; print({'torch', 'numba'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"

@@ -58,6 +58,16 @@ def size(text: str) -> int:
     return value
 
 
+def output_file(text: str) -> str:
+    """An argparse type: a file to write, refused before any work if there is no place for it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
+    return text
+
+
 def unescaped(text: str) -> str:
     r"""text with \n \t \r \' \" \\ and \x41 as the characters they mean."""
 

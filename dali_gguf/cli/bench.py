@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from dali_gguf import models
 from dali_gguf.cli.arguments import add_model, model_path, whole
 from dali_gguf.cli.messages import say, warnings_in_one_line
 from dali_gguf.engine import Engine
 from dali_gguf.errors import InputError
+from dali_gguf.gguf_file import GGUFFile
 
 HELP = "tokens per second, as llama-bench prints them"
 
@@ -61,15 +63,26 @@ def numbers(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     warnings_in_one_line()
+    if min(args.b + (args.t or [1])) < 1:
+        raise InputError("-b and -t: give numbers of at least 1")
+    if not (any(args.p) or (any(args.n) and any(args.npl))):
+        raise InputError("-p, -n and -npl of 0 leave no test: give -p, or -n and -npl, above 0")
     path = model_path(args)
+    check_context(path, max(args.p + args.n))
     results = []
     for threads in args.t or [None]:
         for batch in args.b:
-            if batch < 1 or threads == 0:
-                raise InputError("-b and -t: give numbers of at least 1")
             results += measure(path, args, threads, batch)
     print(FORMS[args.form](results))
     return 0
+
+
+def check_context(path: Path, longest: int) -> None:
+    """InputError if a test of so many tokens does not fit the model's context."""
+    with GGUFFile.open(path) as file:
+        trained = models.read_config(file).n_ctx_train
+    if longest > trained > 0:
+        raise InputError(f"a test of {longest} tokens: the model's context has room for {trained}")
 
 
 def measure(path: Path, args: argparse.Namespace, threads: int | None, batch: int) -> list[Result]:

@@ -4,6 +4,8 @@
 import argparse
 import sys
 
+from dali_gguf.cli.arguments import output_file
+
 HELP = "collect activation statistics for quantize"
 
 
@@ -11,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from dali_gguf.cli.perplexity import add_text_arguments
 
     parser.add_argument("model", help="a GGUF file, best in F16, BF16 or Q8_0")
-    parser.add_argument("-o", "--output", default="imatrix.gguf")
+    parser.add_argument("-o", "--output", type=output_file, default="imatrix.gguf")
     parser.add_argument(
         "--process-output", action="store_true", help="collect for output.weight too"
     )

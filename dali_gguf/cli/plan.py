@@ -23,7 +23,9 @@ from dali_gguf.offload import (
 )
 from dali_gguf.offload import trace as traces
 from dali_gguf.offload.budget import show_size
+from dali_gguf.offload.memory_plan import MemoryPlan
 from dali_gguf.offload.record import router_matrices
+from dali_gguf.offload.vram import VramPlan
 
 HELP = "what goes where, before loading"
 
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add = parser.add_argument
     add("--vram", type=size, metavar="SIZE", help="GPU memory to plan for, like 6G; default: none")
-    add("--ram", metavar="SIZE", help="main memory, like 16G; default: what is free")
+    add("--ram", type=size, metavar="SIZE", help="main memory, like 16G; default: what is free")
     add("-c", "--ctx-size", type=whole(1), default=4096, metavar="N", help="context (4096)")
     add(
         "-b",
@@ -51,30 +53,15 @@ def run(args: argparse.Namespace) -> int:
     path = model_path(args)
     with GGUFFile.open(path) as file:
         config = models.read_config(file)
-        print(
-            f"{path.name}: {config.n_layer} layers, {config.experts.n_expert} experts, "
-            f"{config.experts.n_used} used"
-        )
+        models.check_model(file, config)
         card = gpu_plan(args, file, config)
-        memory = disk_tier.plan_model(
-            file,
-            config,
-            disk_tier.room_for(args.ram),
-            args.ctx_size,
-            1,
-            args.batch_size,
-            args.kv_type,
-            card,
-        )
-        kv = f"KV cache {show_size(memory.demand.kv)}, " if card is None else ""
-        print(
-            f"main memory {memory.line()}; {kv}weights outside the experts "
-            f"{show_size(memory.demand.dense)}"
-        )
+        sizes = args.ctx_size, 1, args.batch_size, args.kv_type
+        memory = disk_tier.plan_model(file, config, disk_tier.room_for(args.ram), *sizes, card)
+        trace = read_trace(args, file, config)
+        placed(path, config, card, memory)  # everything that can be refused has been
         if not config.experts.n_expert:
             print("no experts: nothing to place")
             return 0
-        trace = read_trace(args, file, config)
         counts = known_counts(path, file, config, trace)
         slots = None if card is None else int(card.slots.sum())
         caching(config, trace, counts, slots)
@@ -82,9 +69,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def gpu_plan(args: argparse.Namespace, file: GGUFFile, config: ModelConfig):
-    if args.vram is None:
+def placed(path: Path, config: ModelConfig, card: VramPlan | None, memory: MemoryPlan) -> None:
+    """Prints what goes where."""
+    n_expert, kv = config.experts.n_expert, ""
+    print(f"{path.name}: {config.n_layer} layers, {n_expert} experts, {config.experts.n_used} used")
+    if card is None:
         print("GPU: none planned (--vram 6G plans for one)")
+        kv = f"KV cache {show_size(memory.demand.kv)}, "
+    else:
+        print(card.line(n_expert))
+    print(
+        f"main memory {memory.line()}; {kv}weights outside the experts "
+        f"{show_size(memory.demand.dense)}"
+    )
+
+
+def gpu_plan(args: argparse.Namespace, file: GGUFFile, config: ModelConfig) -> VramPlan | None:
+    if args.vram is None:
         return None
     card = vram.plan_model(
         file.tensors, config, args.vram, args.ctx_size, 1, args.batch_size, args.kv_type
@@ -95,14 +96,13 @@ def gpu_plan(args: argparse.Namespace, file: GGUFFile, config: ModelConfig):
             f"--vram {show_size(args.vram)} is too small: weights outside the experts, "
             f"KV cache and scratch need {need}; give more, or less -c"
         )
-    print(card.line(config.experts.n_expert))
     return card
 
 
 def read_trace(
     args: argparse.Namespace, file: GGUFFile, config: ModelConfig
 ) -> traces.Trace | None:
-    if args.trace is None:
+    if args.trace is None or not config.experts.n_expert:
         return None
     trace = traces.load(Path(args.trace))
     trace.check_model(

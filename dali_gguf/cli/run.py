@@ -7,7 +7,9 @@ from pathlib import Path
 
 from dali_gguf.chat import ChatTemplate
 from dali_gguf.cli import INTERRUPTED
-from dali_gguf.cli.arguments import add_model, model_path, number, size, unescaped, whole
+from dali_gguf.cli.arguments import (
+    add_model, model_path, number, output_file, size, unescaped, whole,
+)
 from dali_gguf.cli.messages import say, shown, utf8_output, warnings_in_one_line
 from dali_gguf.engine import Engine
 from dali_gguf.errors import InputError
@@ -53,6 +55,11 @@ def add_sampling(group) -> None:
         default=-1,
         metavar="N",
         help="tokens to make; -1 until the model ends (default), -2 until the context is full",
+    )
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="go on over tokens that end the text, up to -n or until the context is full",
     )
     add("-s", "--seed", type=whole(-1), default=-1, metavar="N", help="-1: another one each time")
     add("--temp", type=number(0), default=0.8, metavar="T", help="0.8; 0 is --greedy")
@@ -126,7 +133,7 @@ def add_output(group) -> None:
     )
     add("--verbose-prompt", action="store_true", help="show the prompt's tokens on stderr")
     add("--stats", action="store_true", help="all figures on stderr")
-    add("--stats-json", metavar="FILE", help="all figures to a file")
+    add("--stats-json", type=output_file, metavar="FILE", help="all figures to a file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -250,6 +257,7 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
         seed=args.seed,
         max_tokens=args.predict,
         stop=tuple(text if args.no_escape else unescaped(text) for text in args.stop),
+        ignore_eos=args.ignore_eos,
     )
 
 

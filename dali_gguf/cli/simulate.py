@@ -5,9 +5,11 @@ import json
 import sys
 from pathlib import Path
 
-from dali_gguf.cli.arguments import number, size, whole
+from dali_gguf.cli.arguments import number, output_file, size, whole
 from dali_gguf.errors import InputError
-from dali_gguf.offload import balance, cache, hardware_profile, placement, predict_trace, prefetch
+from dali_gguf.offload import (
+    balance, cache, hardware_profile, placement, plot, predict_trace, prefetch,
+)
 from dali_gguf.offload import simulate as sim
 from dali_gguf.offload import trace as traces
 from dali_gguf.offload.report import GOALS, Study, full_report, table
@@ -63,7 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--expert-cache", default="decayed", help=", ".join(cache.POLICIES))
     add("--report", action="store_true", help="the policies' figures against their goals")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--plot", metavar="PNG", help="draw a layer's timeline, hits and speed against VRAM")
+    add(
+        "--plot",
+        type=output_file,
+        metavar="PNG",
+        help="draw a layer's timeline, hits and speed against VRAM",
+    )
     add("-m", "--model", metavar="MODEL", help="with --report and no trace: the model to record")
 
 
@@ -83,8 +90,6 @@ def run(args: argparse.Namespace) -> int:
     predicted = predictions(args, study)
     print_table(args, study, predicted)
     if args.plot:
-        from dali_gguf.offload import plot
-
         plot.draw(study, chosen_policies(args), predicted, Path(args.plot))
         print(f"drawn (simulated): {args.plot}")
     return 0
@@ -100,6 +105,12 @@ def check_names(args: argparse.Namespace) -> None:
         )
     if not args.resident:
         raise InputError("--resident 0 leaves nothing on the GPU: expected a percentage above 0")
+    if args.json and not args.report:
+        raise InputError("--json prints the report: add --report")
+    if args.model and args.trace:
+        raise InputError("-m is for a report without a trace: give one of the two")
+    if args.plot:
+        plot.check()
 
 
 def recorded_trace(args: argparse.Namespace) -> traces.Trace:

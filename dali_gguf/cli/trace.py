@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dali_gguf.cli.arguments import add_model, model_path, whole
+from dali_gguf.cli.arguments import add_model, model_path, output_file, whole
 from dali_gguf.engine import Engine
 from dali_gguf.errors import InputError
 from dali_gguf.offload import counts_file, trace
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to read, documents separated by form feeds; "
         "default: a text of twelve kinds that comes with the package",
     )
-    add("-o", "--output", metavar="FILE", help="trace file to write, t.npz")
+    add("-o", "--output", type=output_file, metavar="FILE", help="trace file to write, t.npz")
     add("--length", type=whole(2), default=512, metavar="N", help="tokens of a sequence (512)")
     add("-t", "--threads", type=whole(1), metavar="N", help="default: all cores")
     add(

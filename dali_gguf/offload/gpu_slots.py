@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dali_gguf.offload.torch_moe import ExpertLayout
+from dali_gguf.offload.vram import out_of_memory
 
 NOWHERE = -1
 
@@ -96,7 +97,7 @@ def allocate(
         try:
             return GpuSlots(device, layouts, n_expert, slots, spare), slots
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if "memory" not in str(error).lower() or share < 0.1:
+            if not out_of_memory(error) or share < 0.1:
                 raise
             share *= 0.75
             say(f"GPU memory ran out: planning with {share:.0%} of the expert slots")

@@ -190,7 +190,7 @@ class GpuTier:
     def reviewed(self, scheduler: Scheduler) -> Scheduler:
         """After a decode step. Where nothing dynamic pays, each layer's hottest experts are left on
         the GPU; whole layers there get one trial against that, and the faster split stays."""
-        if self._settled or len(getattr(scheduler, "recent_us", ())) < RECENT:
+        if self._settled or len(scheduler.recent_us) < RECENT:
             return scheduler
         us = float(np.median(scheduler.recent_us))
         if self._hot_us is None:
@@ -277,11 +277,6 @@ class GpuTier:
         from dali_gguf.offload import gpu_routers
 
         return gpu_routers.predictor(kind, self.device, model, config.experts.n_used, known)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """torch.OutOfMemoryError, and what other libraries raise for the same."""
-    return "out of memory" in str(error).lower()
 
 
 def gpu_name(device) -> str:

@@ -9,8 +9,8 @@ import torch
 
 
 class GpuTimer:
-    """begin, residents_done and, if there was more, end around one layer's launches; then read, once.
-    Two layers take turns: one may be read after the next has begun."""
+    """begin, residents_done and, if there was more, end around one layer's launches; then read,
+    once. Two layers take turns: one may be read after the next has begun."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"

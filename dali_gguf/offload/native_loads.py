@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import ExitStack, closing
 
 import numpy as np
 
@@ -22,10 +23,16 @@ def open_loads(memory: Memory, layouts: list[ExpertLayout], direct: bool,
                threads: int) -> "Loads | NativeLoads":
     """The kind of loads that the system and the files allow. layouts: of every key."""
     paths = {extent.path for layout in layouts for extent in layout.extents}
-    files = {path: ModelFile(path, direct) for path in sorted(paths)}
-    if NATIVE and all(file.direct for file in files.values()):
-        return NativeLoads(memory, NativeReaders(files, layouts, threads))
-    return Loads(memory, files, layouts, threads)
+    files: dict[str, ModelFile] = {}
+    with ExitStack() as undo:  # the files that are open already, if one is gone
+        for path in sorted(paths):
+            files[path] = undo.enter_context(closing(ModelFile(path, direct)))
+        if NATIVE and all(file.direct for file in files.values()):
+            loads = NativeLoads(memory, NativeReaders(files, layouts, threads))
+        else:
+            loads = Loads(memory, files, layouts, threads)
+        undo.pop_all()
+    return loads
 
 
 class NativeReaders:

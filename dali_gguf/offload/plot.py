@@ -1,5 +1,6 @@
 """Drawings of a simulation (matplotlib, extra `plot`): a layer's timeline, figures against VRAM."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,15 +25,19 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 SHOWN_LAYERS = 3
 
 
+def check() -> None:
+    """InputError without matplotlib; asked before the long work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib: pip install 'dali-gguf[plot]'")
+
+
 def draw(
     study: Study, policies: list[sim.Policy], predicted: dict[str, np.ndarray], path: Path
 ) -> None:
     """Writes the picture: three layers of a step under the last policy, then hits and tokens/s of
     it and of static-layers and static-hot at several shares of resident experts."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install 'dali-gguf[plot]'") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 7), layout="constrained")
     above, below = figure.subplots(2, 1)
     _timeline(above, _log(study, policies[-1], predicted))

@@ -18,8 +18,8 @@ MOST = 1 << 20  # tokens that the counts look back on: beyond, older ones fade
 
 
 class RunCounts:
-    """path: of the model. layers: numbers of those with experts, ascending. run: int64 [L, E] tokens
-    of this run; who counts them anyway puts its own array here instead of calling add."""
+    """path: of the model. layers: numbers of those with experts, ascending. run: int64 [L, E]
+    tokens of this run; who counts them anyway puts its own array here instead of calling add."""
 
     def __init__(self, path: Path, file: GGUFFile, layers: list[int]):
         routers = router_matrices(file.tensors, layers)

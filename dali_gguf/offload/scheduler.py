@@ -3,6 +3,8 @@
 Schedulers with more than one place for an expert have the same `moe` and take its place.
 """
 
+from collections.abc import Sequence
+
 from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.router import Router, RouterRule
@@ -16,6 +18,7 @@ class Scheduler:
     """
 
     recordable = True  # moe is made of the device's operations: a program may repeat a step
+    recent_us: Sequence[float] = ()  # of the last decode steps, where another split may be faster
 
     def __init__(self, device: Device, experts: dict[int, LayerExperts], routers: dict[int, tuple]):
         self.device = device

@@ -8,7 +8,7 @@ trace_csv.py reads the other form.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -155,9 +155,14 @@ def step_workload(ids: np.ndarray, n_expert: int) -> np.ndarray:
 
 
 def save(trace: Trace, path: str | Path) -> None:
+    """To exactly this path. InputError if it cannot be written."""
     arrays = {k: getattr(trace, k) for k in ARRAYS}
     sizes = np.array([getattr(trace, k) for k in SHAPE_KEYS], np.int64)
-    np.savez(path, sizes=sizes, model=np.array(trace.model), **arrays)
+    try:
+        with open(path, "wb") as file:  # np.savez adds .npz to a name without it
+            np.savez(file, sizes=sizes, model=np.array(trace.model), **arrays)
+    except OSError as error:
+        raise InputError(f"trace {path}: cannot be written ({error.strerror})") from None
 
 
 def load(path: str | Path) -> Trace:
@@ -167,6 +172,10 @@ def load(path: str | Path) -> Trace:
         raise InputError(f"trace {path}: no such file")
     if path.suffix == ".csv":
         return Trace(**trace_csv.read(path))
+    if not is_zipfile(path):
+        raise InputError(
+            f"trace {path}: not a trace file: record one with dali-gguf trace, or give a .csv"
+        )
     try:
         with np.load(path, allow_pickle=False) as f:
             arrays = {k: f[k] for k in ARRAYS}

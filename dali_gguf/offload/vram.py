@@ -25,6 +25,11 @@ EXPERT_OF = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)(?:_exps|\.(\d+))
 SCORE_BYTES = 64 << 20  # most memory one block of attention scores may take
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """torch.OutOfMemoryError, and what other libraries raise for the same."""
+    return "out of memory" in str(error).lower()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class VramPlan:
     """Bytes by use. slots int64 [L]: resident experts of each layer with experts. spare: slots of

@@ -3,9 +3,10 @@
     python tests/benchmarks/against_llama.py MODEL.gguf.. --peer DIR [-t 1,2] [-p 512] [-n 32]
         [-npl 4,16,64] [--rounds 3]
 
-DIR holds llama-bench and llama-batched-bench, built for this processor. Nothing else may run: llama.cpp's
-threads spin, and crawl when a core is taken from them. Each round runs every test once with either
-program; medians over the rounds are compared. `expert` and `dense` are not told apart here.
+DIR holds llama-bench and llama-batched-bench, built for this processor. Nothing else may run:
+llama.cpp's threads spin, and crawl when a core is taken from them. Each round runs every test once
+with either program; medians over the rounds are compared. `expert` and `dense` are not told apart
+here.
 """
 
 import argparse
@@ -21,7 +22,8 @@ def peer(args, tool: str, *options) -> list[dict]:
     """Runs a tool of llama.cpp; its JSON objects, one a line or one array."""
     folder = Path(args.peer)
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-    done = subprocess.run([str(folder / tool), *map(str, options)], env=env, capture_output=True, text=True)
+    command = [str(folder / tool), *map(str, options)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{tool} failed: {done.stderr.strip().splitlines()[-1:]}")
     if done.stdout.lstrip().startswith("["):
@@ -43,19 +45,24 @@ def round_of(args, model: str, threads: int) -> dict[str, tuple[float, float, di
     mine = ours(model, "-t", threads, "-p", args.p, "-n", args.n, "-r", args.r)
     theirs = peer(args, "llama-bench", "-m", model, "-t", threads, "-p", args.p, "-n", args.n,
                   "-r", args.r, "-o", "json")
-    speeds = {f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}": r["avg_ts"] for r in theirs}
+    speeds = {
+        f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}": r["avg_ts"] for r in theirs
+    }
     for row in mine:
         found[row["test"]] = (row["tokens_per_second"], speeds[row["test"]], row)
     for n in args.npl:
         row = ours(model, "-t", threads, "-p", 0, "-n", args.n, "-npl", n, "-r", 1)[0]
-        (batch,) = peer(args, "llama-batched-bench", "-m", model, "-t", threads, "-tb", threads, "-npp", 1,
-                        "-ntg", args.n, "-npl", n, "-c", n * (args.n + 8), "--output-format", "jsonl")
+        (batch,) = peer(args, "llama-batched-bench", "-m", model, "-t", threads, "-tb", threads,
+                        "-npp", 1, "-ntg", args.n, "-npl", n, "-c", n * (args.n + 8),
+                        "--output-format", "jsonl")
         found[row["test"]] = (row["tokens_per_second"], batch["speed_tg"], row)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--peer", required=True, metavar="DIR")
     numbers = lambda text: [int(part) for part in text.split(",") if part]

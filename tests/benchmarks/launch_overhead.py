@@ -75,7 +75,8 @@ def measure(model: str, threads: int, n: int) -> None:
     step = statistics.median(whole)
     share = (python + launching) / step
     print(f"{threads} threads: step {1e3 * step:.2f} ms, Python {1e6 * python:.0f} us, "
-          f"{launches} launches {1e6 * launching:.0f} us, together {share:.1%}; without a program {1e3 * plain:.2f} ms")
+          f"{launches} launches {1e6 * launching:.0f} us, together {share:.1%}; "
+          f"without a program {1e3 * plain:.2f} ms")
 
 
 def main() -> None:
