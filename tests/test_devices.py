@@ -15,7 +15,7 @@ from dali_gguf.offload.cost import CostModel  # noqa: E402
 from dali_gguf.offload.hybrid_scheduler import HybridScheduler  # noqa: E402
 from dali_gguf.offload.scheduler import Scheduler  # noqa: E402
 from dali_gguf.sampler import SamplingParams  # noqa: E402
-from tests.small_gguf import EXPERTS, LAYERS, write_small  # noqa: E402
+from tests.small_gguf import EXPERTS, LAYERS, USED, write_small  # noqa: E402
 from tests.tiny_models import N_VOCAB  # noqa: E402
 
 SIZES = dict(n_ctx=64, n_batch=8)
@@ -231,7 +231,8 @@ def test_what_a_run_learned_starts_the_next_one(tmp_path, half):
     assert (tmp_path / "learn.dali.gguf").is_file()
     with Engine(path, **options) as engine:
         assert not engine.scheduler.cold
-        counts = engine.scheduler.known.counts
+        stored, counts = engine.scheduler.known.stored, engine.scheduler.known.counts
+        assert stored.tokens >= 64 and (counts.sum(1) == stored.tokens * USED).all()
         per = engine.scheduler.cache.resident.sum(1)
         for row in range(LAYERS):
             hot = np.argsort(-counts[row], kind="stable")[: per[row]]

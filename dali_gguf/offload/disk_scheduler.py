@@ -123,4 +123,4 @@ class DiskScheduler(Scheduler):
     def close(self) -> None:
         self.arena.close()
         if self.counts is not None:
-            self.counts.save(self.look_ahead.means(), self.n_used)
+            self.counts.save(self.look_ahead.means())

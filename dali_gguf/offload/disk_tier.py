@@ -112,7 +112,9 @@ def make_scheduler(plan: MemoryPlan, device: Device, experts: dict[int, LayerExp
     arena = ExpertArena(experts, plan.arena_bytes, growth=GROWTH)
     try:
         check_arena(arena.row_sizes, arena.n_expert, n_used, arena.slots.nbytes)
-        counts = None if file is None else RunCounts(file.paths[0], file, sorted(experts))
+        counts = None
+        if file is not None:
+            counts = RunCounts(file.paths[0], file, sorted(experts), n_used)
         watch = MemoryWatch(arena, plan.arena_bytes, lambda: room_for(ram))
         return DiskScheduler(
             device, experts, routers, arena, n_used, config.n_embd, prefetch, counts, watch

@@ -157,7 +157,8 @@ class GpuTier:
         with ExitStack() as undo:  # what is open already is closed if a later step fails
             undo.callback(self.cpu.close)
             self.costs = costs or self.costs or self._known_costs(model, file)
-            known = RunCounts(file.paths[0], file, sorted(model.experts))
+            layers, n_used = sorted(model.experts), config.experts.n_used
+            known = RunCounts(file.paths[0], file, layers, n_used)
             scheduler = self._build(model, config, known, self.costs, undo)
             undo.pop_all()
         scheduler.cold = known.counts is None and self.placement not in STATIC

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dali_gguf.closing import close_all
 from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena_stats import ArenaStats
 from dali_gguf.offload.cache import ExpertCache
@@ -88,7 +89,7 @@ class HybridScheduler(Scheduler):
         self._left = self._step_began = time.perf_counter()
         self._step_tokens = 0
         self.recent_us: deque[float] = deque(maxlen=RECENT)  # of decode steps
-        self._n_used, self._prompted = 1, False
+        self._prompted = False
         self.cold = False  # nothing was known about this model: the prompt decides the residents
         self._on, self._margin = self._features(), NEVER
 
@@ -292,9 +293,8 @@ class HybridScheduler(Scheduler):
         return None if self.ram is None else self.ram.arena.stats()
 
     def close(self) -> None:
-        self.cpu.close()
-        self.traffic.close()
+        close_all(self.cpu.close, self.traffic.close)
         if self.known is not None:
-            self.known.save(self.guesser.means(), self._n_used)
+            self.known.save(self.guesser.means())
         if self.verifier is not None and self.verifier.failed:
             print(f"dali-gguf: {self.verifier.line()}", file=sys.stderr)

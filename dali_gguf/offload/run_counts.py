@@ -18,12 +18,13 @@ MOST = 1 << 20  # tokens that the counts look back on: beyond, older ones fade
 
 
 class RunCounts:
-    """path: of the model. layers: numbers of those with experts, ascending. run: int64 [L, E]
-    tokens of this run; who counts them anyway puts its own array here instead of calling add."""
+    """path: of the model. layers: numbers of those with experts, ascending. n_used: experts of a
+    token. run: int64 [L, E] tokens of this run; who counts them anyway puts its own array here
+    instead of calling add."""
 
-    def __init__(self, path: Path, file: GGUFFile, layers: list[int]):
+    def __init__(self, path: Path, file: GGUFFile, layers: list[int], n_used: int):
         routers = router_matrices(file.tensors, layers)
-        self.path, self._mark = path, counts_file.fingerprint(routers)
+        self.path, self.n_used, self._mark = path, n_used, counts_file.fingerprint(routers)
         shape = (len(layers), len(routers[0]))
         self.stored = counts_file.load(path, self._mark, shape)
         self.run = np.zeros(shape, np.int64)
@@ -43,12 +44,12 @@ class RunCounts:
         """One layer of one step: workload int64 [E]."""
         self.run[row] += workload
 
-    def save(self, means: np.ndarray | None, n_used: int) -> None:
+    def save(self, means: np.ndarray | None) -> None:
         """Keeps them if there is enough to keep. means None: those of earlier runs, or zeros. A
         folder that cannot be written is no error."""
         if means is None:
             means = self._means if self.means is None else self.means
-        tokens = int(self.run[0].sum()) // n_used
+        tokens = int(self.run[0].sum()) // self.n_used
         if tokens < ENOUGH:
             return
         old = self.stored or Counts(self._mark, 0, np.zeros(self.run.shape, np.float32), means)
