@@ -10,11 +10,12 @@ vector a token. The same integers as in panel.py, and the same floats in the sam
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
 from dali_gguf.kernels.dots import madd_ir
+from dali_gguf.kernels.panel import LINE, add_scaled_ir
 from dali_gguf.kernels.simd import (
-    ELEMENTS, F32, I8, I16, I32, I64, call, const, load_ir, splat_ir, store_ir,
+    F32, I8, I16, I32, I64, Vecs, add_ir, call, const, load_ir, splat_ir, store_ir,
 )
 
 GROUP = 16  # tokens, and rows
@@ -24,29 +25,11 @@ CONFIGURATION = RING * PRODUCT  # where it lies behind the ring
 SLOTS = CONFIGURATION + 64
 ROOM = SLOTS + GROUP * SLOT  # bytes of scratch
 A, B, C = 0, 1, 2
-VOID, LINE = ir.VoidType(), 64
+VOID = ir.VoidType()
 INTS, FLOATS, SHORTS = (ir.VectorType(I32, 16), ir.VectorType(F32, 16), ir.VectorType(I16, 32))
 
 
-class Group(types.Type):
-    """A vector of 16 rows for each of 16 tokens, in registers."""
-
-    def __init__(self, elem: str):
-        self.elem = elem
-        super().__init__(name=f"Group({elem})")
-
-    @property
-    def ir(self):
-        return ir.ArrayType(ir.VectorType(ELEMENTS[self.elem], 16), GROUP)
-
-
-@register_model(Group)
-class _GroupModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, fe_type.ir)
-
-
-INT, FLT = Group("i32"), Group("f32")
+INT, FLT = (Vecs(elem, 16, GROUP) for elem in ("i32", "f32"))  # 16 rows for each of 16 tokens
 
 
 def configuration(sub: int) -> list[int]:
@@ -107,13 +90,9 @@ def _pointer(b, address):
     return b.inttoptr(address, I8.as_pointer())
 
 
-def _at(b, address, amount: int):
-    return b.add(address, ir.Constant(address.type, amount)) if amount else address
-
-
 def _splat(b, slots, t: int, ty):
     """A vector full of the 4 bytes at a place in token t's slot."""
-    return b.bitcast(splat_ir(b, load_ir(b, _at(b, slots, SLOT * t), I32), 16), ty)
+    return b.bitcast(splat_ir(b, load_ir(b, add_ir(b, slots, SLOT * t), I32), 16), ty)
 
 
 def _map(b, group, change):
@@ -146,7 +125,7 @@ def add_product(small: bool):
                 scale = b.ashr(scale, const("i32", [16] * 16))
 
             def change(t, v):
-                part = load_ir(b, _at(b, product, LINE * t), INTS)
+                part = load_ir(b, add_ir(b, product, LINE * t), INTS)
                 if small:
                     return b.add(v, madd_ir(b, b.bitcast(part, SHORTS), scale))
                 return b.add(v, b.mul(part, scale))
@@ -177,12 +156,9 @@ def _add_mins(op: str):
 add_mins, subtract_mins = _add_mins("add"), _add_mins("sub")
 
 
-def _fma(b, whole, scale, ds, t: int, acc, negate: bool = False):
-    """fma(float(whole), +-(scale * d of token t), acc), as panel.py has it."""
-    product = b.fmul(scale, _splat(b, ds, t, FLOATS))
-    if negate:
-        product = b.fsub(const("f32", [0.0] * 16), product)
-    return call(b, "llvm.fma.v16f32", FLOATS, [b.sitofp(whole, FLOATS), product, acc])
+def _add_scaled(b, acc, whole, scale, ds, t: int, negate: bool = False):
+    """acc +- (scale * d of token t) * whole."""
+    return add_scaled_ir(b, acc, whole, scale, _splat(b, ds, t, FLOATS), negate)
 
 
 def _scale_into(negate: bool):
@@ -194,9 +170,9 @@ def _scale_into(negate: bool):
             stage, total, scales, ds = args
             scale = load_ir(b, scales, FLOATS)
             for t in range(GROUP):
-                at = _at(b, stage, LINE * t)
+                at = add_ir(b, stage, LINE * t)
                 whole, acc = b.extract_value(total, t), load_ir(b, at, FLOATS)
-                store_ir(b, _fma(b, whole, scale, ds, t, acc, negate), at)
+                store_ir(b, _add_scaled(b, acc, whole, scale, ds, t, negate), at)
             return context.get_dummy_value()
 
         return types.void(types.intp, INT, types.intp, types.intp), gen
@@ -218,14 +194,14 @@ def add_block32(offset: bool, mins: bool):
         def gen(context, b, sig, args):
             acc, product, sums, scales, ds = args
             scale = load_ir(b, scales, FLOATS)
-            low = load_ir(b, _at(b, scales, LINE), FLOATS) if mins else None
+            low = load_ir(b, add_ir(b, scales, LINE), FLOATS) if mins else None
 
             def change(t, v):
-                whole = load_ir(b, _at(b, product, LINE * t), INTS)
+                whole = load_ir(b, add_ir(b, product, LINE * t), INTS)
                 if offset:
                     whole = b.add(whole, _splat(b, sums, t, INTS))
-                v = _fma(b, whole, scale, ds, t, v)
-                return _fma(b, _splat(b, sums, t, INTS), low, ds, t, v) if mins else v
+                v = _add_scaled(b, v, whole, scale, ds, t)
+                return _add_scaled(b, v, _splat(b, sums, t, INTS), low, ds, t) if mins else v
 
             return _map(b, acc, change)
 
@@ -240,7 +216,7 @@ def load_group(typing, stage):
 
     def gen(context, b, sig, args):
         empty = ir.Constant(FLT.ir, ir.Undefined)
-        return _map(b, empty, lambda t, v: load_ir(b, _at(b, args[0], LINE * t), FLOATS))
+        return _map(b, empty, lambda t, v: load_ir(b, add_ir(b, args[0], LINE * t), FLOATS))
 
     return FLT(types.intp), gen
 
@@ -249,7 +225,7 @@ def load_group(typing, stage):
 def store_group(typing, acc, stage):
     def gen(context, b, sig, args):
         for t in range(GROUP):
-            store_ir(b, b.extract_value(args[0], t), _at(b, args[1], LINE * t))
+            store_ir(b, b.extract_value(args[0], t), add_ir(b, args[1], LINE * t))
         return context.get_dummy_value()
 
     return types.void(FLT, types.intp), gen

@@ -21,7 +21,7 @@ from dali_gguf.kernels.amx_verdict import FAILED, Verdict
 from dali_gguf.kernels.formats import (
     FORMATS, Format, matmat_amx_address, matmat_plain_address,
 )
-from dali_gguf.kernels.quantize import FLOAT, Q8, quantize_row, record_bytes
+from dali_gguf.kernels.quantize import FLOAT, quantize_row, record_bytes
 
 BLOCKS = ((16, 1), (21, 5), (40, 33))  # rows, and blocks of a row, that are compared
 TOKENS = (*range(13, 41), 511)
@@ -56,7 +56,7 @@ class Problem:
 
 def random_weights(fmt: Format, n_rows: int, n: int, rng) -> np.ndarray:
     """uint8 [rows, row bytes]: any codes, scales that are not too large."""
-    names, block = vars(fmt.module), 32 if fmt.kind == Q8 else 256
+    names, block = vars(fmt.module), fmt.block
     raw = rng.integers(0, 256, (n_rows, n // block, names["BYTES"]), dtype=np.uint8)
     for at in (names[name] for name in ("D_AT", "M_AT") if name in names):
         halves = rng.uniform(-0.02, 0.02, (n_rows, n // block, 1)).astype(np.float16)
@@ -72,7 +72,7 @@ def check(fmt: Format) -> Verdict:
         return FAILED
     plain, tiles = CALL(matmat_plain_address(fmt)), CALL(matmat_amx_address(fmt))
     for n_rows, blocks in BLOCKS:
-        problem = Problem(fmt, n_rows, blocks * (32 if fmt.kind == Q8 else 256), max(TOKENS))
+        problem = Problem(fmt, n_rows, blocks * fmt.block, max(TOKENS))
         for tokens in TOKENS:
             if (problem.run(plain, tokens) != problem.run(tiles, tokens)).any():
                 return FAILED

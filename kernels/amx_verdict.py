@@ -14,6 +14,7 @@ import numba
 
 from dali_gguf import kernels
 from dali_gguf.kernels import isa
+from dali_gguf.replacing import replacing
 
 ENOUGH = 1.05  # times as fast: from there on AMX is used
 
@@ -65,10 +66,8 @@ def checked(right: bool, speedup: float) -> Verdict:
 def write(verdicts: dict[str, Verdict]) -> None:
     types = {name: asdict(verdict) for name, verdict in sorted(verdicts.items())}
     text = json.dumps({"machine": machine(), "types": types}, indent=1)
-    path().parent.mkdir(parents=True, exist_ok=True)
-    other = path().with_suffix(".part")
-    other.write_text(text, encoding="utf-8")
-    other.replace(path())
+    with replacing(path()) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 @cache

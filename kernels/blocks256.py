@@ -167,7 +167,7 @@ def pack_block(p, stride, last, target, scratch):
         for r in range(8):
             store(scratch + 32 * r, codes(p + min(r, last) * stride, j))
         transpose8(scratch, 32, target + 8 * LINE * j, LINE)
-    scales, mins, halves = target + SCALES, target + MINS, target + MINS + 8 * LINE
+    scales, mins = target + SCALES, target + MINS
     for r in range(8):
         row = p + min(r, last) * stride
         scale, low = scales16(row), mins16(row)  # unpacked together, so before anything is stored
@@ -176,14 +176,7 @@ def pack_block(p, stride, last, target, scratch):
             store(scratch + 256 + 32 * r, pairs_of_mins(low))
         else:
             store(scratch + 256 + 32 * r, low)
-        if last < 7:
-            store(halves + 4 * r, first_lane(scales8(row, 0)))
-            if MIN == FLOAT_MIN:
-                store(halves + LINE + 4 * r, first_lane(mins8(row, 0)))
-    if last == 7:
-        store(halves, scales8(p, stride))
-        if MIN == FLOAT_MIN:
-            store(halves + LINE, mins8(p, stride))
+    pack_scales(p, stride, last, mins + 8 * LINE)
     transpose8(scratch + 256, 32, mins, LINE)
     if SUB == 32:
         transpose8(scratch, 32, scales, LINE)

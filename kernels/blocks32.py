@@ -134,16 +134,7 @@ def pack_block(p, stride, last, target, scratch):
     for r in range(8):
         store(scratch + 32 * r, codes(p + min(r, last) * stride))
     transpose8(scratch, 32, target, LINE)
-    if last == 7:
-        store(target + 8 * LINE, scales8(p, stride))
-        if HAS_MIN:
-            store(target + 9 * LINE, mins8(p, stride))
-        return
-    for r in range(8):
-        row = p + min(r, last) * stride
-        store(target + 8 * LINE + 4 * r, first_lane(scales8(row, 0)))
-        if HAS_MIN:
-            store(target + 9 * LINE + 4 * r, first_lane(mins8(row, 0)))
+    pack_scales(p, stride, last, target + 8 * LINE)
 
 
 def tile_block(acc, w, i, n, y0, y1, y2, y3):

@@ -40,6 +40,11 @@ class Format:
     def name(self) -> str:
         return self.type.name.lower()
 
+    @property
+    def block(self) -> int:
+        """Weights that share a scale in the file."""
+        return {FLOAT: 1, Q8: 32, QK: 256}[self.kind]
+
 
 FORMATS = {
     f.type: f
@@ -78,15 +83,15 @@ def _namespace(fmt: Format) -> dict:
     """Globals for the copies: the templates' own, the type's, and what follows from it."""
     template = _TEMPLATES[fmt.kind]
     names = {**vars(amx_rows), **vars(rows), **vars(template), **vars(fmt.module)}
-    names["WEIGHTS"] = {FLOAT: 1, Q8: 32, QK: 256}[fmt.kind]
+    names["WEIGHTS"] = fmt.block
     if fmt.kind == FLOAT:
         return names
     sub = 32
     if fmt.kind == QK:
         sub = fmt.module.SUB
         names["SCALES"], names["MINS"] = 64 * LINE, (64 + 256 // sub) * LINE
-        by32 = sub == 32 and fmt.module.MIN == blocks256.FLOAT_MIN
-        names["MIN_LINES"] = 4 if by32 else 8
+        names["HAS_MIN"] = fmt.module.MIN == blocks256.FLOAT_MIN
+        names["MIN_LINES"] = 4 if sub == 32 and names["HAS_MIN"] else 8
         names["add_sums"] = tile_sums(names["MIN_LINES"])
     else:
         lane = 127 * fmt.module.MAX_CODE * (8 if fmt.module.NIBBLES else 4)  # largest sum of a lane
@@ -107,7 +112,8 @@ def _namespace(fmt: Format) -> dict:
 def _instantiate(fmt: Format) -> dict:
     """The namespace with the templates compiled lazily for one type."""
     names, template = _namespace(fmt), _TEMPLATES[fmt.kind]
-    once, many = template.ONCE + amx_rows.ONCE, template.INLINE + amx_rows.INLINE
+    once = template.ONCE + rows.ONCE + amx_rows.ONCE
+    many = template.INLINE + amx_rows.INLINE
     for function in many + once:
         if hasattr(fmt.module, function.__name__):
             continue  # the type has its own

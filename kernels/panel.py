@@ -12,12 +12,12 @@ seldom as they may.
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
 from dali_gguf.kernels import isa
 from dali_gguf.kernels.dots import dot_four_ir, madd_ir, pair_dot_ir
 from dali_gguf.kernels.simd import (
-    ELEMENTS, F32, I8, I16, I32, call, const, load_ir, shuffle, splat_ir, store_ir,
+    F32, I8, I16, I32, Vecs, add_ir, call, const, load_ir, shuffle, splat_ir, store_ir,
 )
 
 LINE, TOKENS = 64, 4
@@ -27,25 +27,7 @@ INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 SHORTS, BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
 
-class Tile(types.Type):
-    """16 rows x TOKENS in vectors, held in registers (LLVM splits the array)."""
-
-    def __init__(self, elem: str):
-        self.elem = elem
-        super().__init__(name=f"Tile({elem})")
-
-    @property
-    def ir(self):
-        return ir.ArrayType(ir.VectorType(ELEMENTS[self.elem], LANES), PARTS * TOKENS)
-
-
-@register_model(Tile)
-class _TileModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, fe_type.ir)
-
-
-INT, FLT = Tile("i32"), Tile("f32")
+INT, FLT = (Vecs(elem, LANES, PARTS * TOKENS) for elem in ("i32", "f32"))
 CELLS = [(p, t) for p in range(PARTS) for t in range(TOKENS)]
 
 
@@ -53,13 +35,9 @@ def _cell(p, t):
     return p * TOKENS + t
 
 
-def _add(b, address, amount: int):
-    return b.add(address, ir.Constant(address.type, amount)) if amount else address
-
-
 def _line_ir(b, address, line: int, ty):
     """The vectors of a line, its rows in order."""
-    return [load_ir(b, _add(b, address, LINE * line + 4 * LANES * p), ty) for p in range(PARTS)]
+    return [load_ir(b, add_ir(b, address, LINE * line + 4 * LANES * p), ty) for p in range(PARTS)]
 
 
 def _broadcast_ir(b, address, ty):
@@ -81,7 +59,7 @@ def _vnni_cells(b, cells, w, factor, ys, sub):
     for k in range(sub // 4):
         weights = _line_ir(b, w, k, BYTES)
         for t in range(TOKENS):
-            y = _broadcast_ir(b, _add(b, ys[t], 4 * k), BYTES)
+            y = _broadcast_ir(b, add_ir(b, ys[t], 4 * k), BYTES)
             for p in range(PARTS):
                 i = _cell(p, t)
                 parts[i] = dot_four_ir(b, parts[i], weights[p], y)
@@ -106,7 +84,7 @@ def _pair_cells(b, cells, w, factor, ys, sub, signed, widen_after):
         weights = _line_ir(b, w, k, BYTES)
         widen = (k + 1) % widen_after == 0 or k + 1 == sub // 4
         for t in range(TOKENS):
-            y = _broadcast_ir(b, _add(b, ys[t], 4 * k), BYTES)
+            y = _broadcast_ir(b, add_ir(b, ys[t], 4 * k), BYTES)
             for p in range(PARTS):
                 i, v = _cell(p, t), pair_dot_ir(b, weights[p], y, signed)
                 v = v if parts[i] is None else b.add(parts[i], v)
@@ -159,7 +137,7 @@ def tile_sums(lines):
             for k in range(lines):
                 m = _line_ir(b, mins, k, SHORTS)
                 for t in range(TOKENS):
-                    pair = _broadcast_ir(b, _add(b, sums[t], 4 * k), SHORTS)
+                    pair = _broadcast_ir(b, add_ir(b, sums[t], 4 * k), SHORTS)
                     for p in range(PARTS):
                         i = _cell(p, t)
                         cells[i] = b.add(cells[i], madd_ir(b, m[p], pair))
@@ -200,6 +178,15 @@ def tile_subtract(typing, x, y):
     return INT(INT, INT), gen
 
 
+def add_scaled_ir(b, acc, whole, scale, d, negate):
+    """fma(float(whole), +-(scale * d), acc), vectors all."""
+    product = b.fmul(scale, d)
+    if negate:
+        product = b.fsub(ir.Constant(product.type, [0.0] * product.type.count), product)
+    terms = [b.sitofp(whole, acc.type), product, acc]
+    return call(b, f"llvm.fma.v{acc.type.count}f32", acc.type, terms)
+
+
 def _scale_into(negate):
     @intrinsic
     def f(typing, acc, total, scales, d0, d1, d2, d3):
@@ -210,12 +197,10 @@ def _scale_into(negate):
             factor = [_broadcast_ir(b, d, FLOATS) for d in ds]
             for p, scale in enumerate(_line_ir(b, scales, 0, FLOATS)):
                 for t in range(TOKENS):
-                    i, product = _cell(p, t), b.fmul(scale, factor[t])
-                    if negate:
-                        product = b.fsub(const("f32", [0.0] * LANES), product)
-                    number = b.sitofp(b.extract_value(total, i), FLOATS)
-                    terms = [number, product, b.extract_value(acc, i)]
-                    acc = b.insert_value(acc, call(b, f"llvm.fma.v{LANES}f32", FLOATS, terms), i)
+                    i = _cell(p, t)
+                    cell, whole = b.extract_value(acc, i), b.extract_value(total, i)
+                    cell = add_scaled_ir(b, cell, whole, scale, factor[t], negate)
+                    acc = b.insert_value(acc, cell, i)
             return acc
 
         return FLT(FLT, INT, *(types.intp,) * 5), gen
@@ -244,7 +229,7 @@ def load_tile(typing, address):
 def store_tile(typing, acc, address):
     def gen(context, b, sig, args):
         for p, t in CELLS:
-            at = _add(b, args[1], LINE * t + 4 * LANES * p)
+            at = add_ir(b, args[1], LINE * t + 4 * LANES * p)
             store_ir(b, b.extract_value(args[0], _cell(p, t)), at)
         return context.get_dummy_value()
 

@@ -41,6 +41,21 @@ def matvec(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
                     store(target, first_lane(y))
 
 
+def pack_scales(p, stride, last, target):
+    """The float scales of 8 rows, then their mins, to half a line each; rows after `last` repeat
+    it."""
+    if last == 7:
+        store(target, scales8(p, stride))
+        if HAS_MIN:
+            store(target + LINE, mins8(p, stride))
+        return
+    for r in range(8):
+        row = p + min(r, last) * stride
+        store(target + 4 * r, first_lane(scales8(row, 0)))
+        if HAS_MIN:
+            store(target + LINE + 4 * r, first_lane(mins8(row, 0)))
+
+
 def pack(w, stride, rows, first, last, panel, scratch):
     """Blocks [first, last) of up to 16 rows at w into a panel, eight rows at a time."""
     for p in range(2):
@@ -87,6 +102,7 @@ def matmat(w, stride, r0, r1, n, records, tokens, out, out_stride, scratch):
                     store(target + 4 * i, load_f32(source + 4 * i))
 
 
+ONCE = (pack_scales,)
 PIECES = (pack, tile_tokens)
 
 

@@ -46,7 +46,20 @@ class Vec(types.Type):
         return ir.VectorType(ELEMENTS[self.elem], self.n)
 
 
+class Vecs(types.Type):
+    """`count` vectors of n elements each, in registers (LLVM splits the array)."""
+
+    def __init__(self, elem: str, n: int, count: int):
+        self.elem, self.n, self.count = elem, n, count
+        super().__init__(name=f"Vecs({elem}x{n}, {count})")
+
+    @property
+    def ir(self):
+        return ir.ArrayType(ir.VectorType(ELEMENTS[self.elem], self.n), self.count)
+
+
 @register_model(Vec)
+@register_model(Vecs)
 class _VecModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, fe_type.ir)
@@ -76,6 +89,11 @@ def splat_ir(b, scalar, n: int):
     undefined = ir.Constant(ir.VectorType(scalar.type, n), ir.Undefined)
     v = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return b.shuffle_vector(v, undefined, const("i32", [0] * n))
+
+
+def add_ir(b, address, amount: int):
+    """The address some bytes on."""
+    return b.add(address, ir.Constant(address.type, amount)) if amount else address
 
 
 def load_ir(b, address, ty, align: int = 1):

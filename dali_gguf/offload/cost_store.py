@@ -6,13 +6,13 @@ again, and one line says so.
 
 import hashlib
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dali_gguf.kernels import isa, user_cache_dir
 from dali_gguf.offload.cost import CostModel
+from dali_gguf.replacing import replacing
 from dali_gguf.routing import LayerExperts
 from dali_gguf.tensor import Tensor
 
@@ -103,10 +103,8 @@ def path_of(machine: str, shape: str) -> Path:
 def save(profile: Profile) -> Path:
     """Writes in one step, so that a reader never sees half a file."""
     path = path_of(profile.machine, profile.shape)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps({"version": VERSION, **asdict(profile)}, indent=1))
-    part.replace(path)
+    with replacing(path) as part:
+        part.write_text(json.dumps({"version": VERSION, **asdict(profile)}, indent=1))
     return path
 
 

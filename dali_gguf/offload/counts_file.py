@@ -7,7 +7,6 @@ user's cache folder; a file of another model is ignored with one line.
 """
 
 import hashlib
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from dali_gguf.errors import ModelFileError
 from dali_gguf.kernels import user_cache_dir
 from dali_gguf.offload import predict_trace
 from dali_gguf.offload.trace import Trace
+from dali_gguf.replacing import replacing
 
 SUFFIX = ".dali.gguf"
 ARCHITECTURE = "dali-counts"
@@ -77,10 +77,8 @@ def save(model: Path, counts: Counts) -> Path:
     inside = package in above or package.parent / "models" in above
     for path in ([] if inside else [beside]) + [cached]:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.{os.getpid()}.part")
-            _write(part, counts)
-            part.replace(path)
+            with replacing(path) as part:
+                _write(part, counts)
             return path
         except OSError as error:
             problem = f"{path}: {error.strerror}"

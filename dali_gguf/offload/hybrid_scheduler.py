@@ -95,8 +95,7 @@ class HybridScheduler(Scheduler):
 
     def _features(self) -> set[str]:
         """What a decode step uses; decided at its first layer."""
-        on = self.choices.always, self.pays.enabled
-        return {feature for feature in FEATURES if any(rule(feature) for rule in on)}
+        return {f for f in FEATURES if self.choices.always(f) or self.pays.enabled(f)}
 
     # ---- one layer -------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ POLICIES = (
     "all-gpu",
 )
 MARGIN = 0.1
-NOBODY = np.empty(0, np.int64)
 
 
 def policy_code(name: str) -> int:
@@ -123,7 +122,7 @@ class Planner:
             margin,
             ids,
         )
-        return LayerPlan(ids[0, :a], ids[1, :b], ids[2, :k] if k else NOBODY, span)
+        return LayerPlan(ids[0, :a], ids[1, :b], ids[2, :k], span)
 
     def _with_disk(self, workload, resident, in_ram, costs, link_busy, margin):
         ids, c = self._scratch, costs
