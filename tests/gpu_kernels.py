@@ -50,7 +50,8 @@ def kernels_are_right(device) -> None:
             weight = random_tensor(kind, (70, cols), seed=int(kind))
             x = np.random.default_rng(1).normal(size=(n_token, cols)).astype(np.float32)
             data = torch.from_numpy(weight.data.copy()).to(device)
-            ours = triton_matmul.matmul(torch.from_numpy(x).to(device), data, kind, 70)
+            matrices = triton_matmul.Matrices(kind, 70, cols)
+            ours = triton_matmul.matmul(torch.from_numpy(x).to(device), data, matrices)
             dense = quants.dequantize(weight.data.reshape(70, -1), kind)
             exact = x.astype(np.float64) @ dense.astype(np.float64).T
             error = np.abs(ours.cpu().numpy() - exact).max() / np.abs(exact).max()
@@ -88,7 +89,7 @@ def bandwidth(device) -> None:
 
 def experts_us(tm, device, big, x, kind, rows, cols, n, tiles) -> tuple[int, float]:
     """(bytes, us) of one grouped launch; every call takes other bytes, not the device's cache."""
-    from dali_gguf.offload.torch_moe import PairTable
+    from dali_gguf.offload.pair_table import PairTable
     from dali_gguf.routing import Routing
 
     block, nbytes = tm.GGML_QUANT_SIZES[kind]
@@ -96,15 +97,15 @@ def experts_us(tm, device, big, x, kind, rows, cols, n, tiles) -> tuple[int, flo
     size = 2 * matrix
     ids = np.arange(n, dtype=np.int32)[None]
     routing = Routing(ids, np.ones((1, n), np.float32), np.ones(n, np.int64))
-    table, turn, fits = PairTable(device, n), [0], big.numel() // (size * n)
+    table, turn, fits = PairTable(device, n, device.type == "cuda"), [0], big.numel() // (size * n)
     kept, tm.TILES = tm.TILES, tiles
-    matrices = tm.Matrices(big, kind, rows, cols, 0, matrix, "silu")
+    matrices = tm.Matrices(kind, rows, cols, 0, matrix, "silu")
 
     def work():
         turn[0] = (turn[0] + 1) % max(fits, 1)
         at = (turn[0] * n + np.arange(n, dtype=np.int64)) * size
         pairs = table.build(routing, np.arange(n), at)
-        tm.grouped(x, matrices, tm.Jobs(pairs, table.table, table.floats))
+        tm.grouped(x, big, matrices, table.jobs(pairs))
 
     try:
         return size * n, device_us(work)

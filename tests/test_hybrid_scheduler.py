@@ -13,6 +13,7 @@ from dali_gguf.offload.gpu_slots import GpuSlots  # noqa: E402
 from dali_gguf.offload.hybrid_scheduler import Choices, HybridScheduler  # noqa: E402
 from dali_gguf.offload.placement import POLICIES, resident_hot  # noqa: E402
 from dali_gguf.offload.prefetch import Predictor, RouterMap  # noqa: E402
+from dali_gguf.offload.seating import fill_all  # noqa: E402
 from dali_gguf.offload.torch_device import TorchDevice  # noqa: E402
 from dali_gguf.router import RouterRule  # noqa: E402
 from tests.hybrid_parts import D, NumpyCpu, layers_of, router_weights, routing_for  # noqa: E402
@@ -52,7 +53,7 @@ class Rig:
         self.scheduler = HybridScheduler(
             self.device, self.cpu, LAYERS, routers, slots, cache, predictor, costs, self.choices
         )
-        self.scheduler.traffic.fill_all(resident)
+        fill_all(self.scheduler.traffic, resident)
 
     def run(self, steps=20, tokens=1, seed=0):
         """A residual stream through the three layers; largest error relative to one device."""
@@ -249,5 +250,5 @@ def test_all_gpu_copies_its_misses_whatever_is_adapted(rig):
 
 def test_costs_learn_from_the_steps(rig):
     r = rig()
-    r.run(5)
+    r.run(20)
     assert r.scheduler.model.observed > 5

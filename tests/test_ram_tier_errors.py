@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dali_gguf.errors import ModelFileError  # noqa: E402
-from dali_gguf.offload.gpu_traffic import Traffic  # noqa: E402
+from dali_gguf.offload import seating  # noqa: E402
 from tests.test_ram_tier import (  # noqa: E402, F401
     GREEDY, PROMPT, expected, limited, made_up_costs, path, slots_hold_the_file, tokens,
 )  # fmt: skip
@@ -31,13 +31,13 @@ def test_a_file_cut_while_running_is_an_error_that_names_the_tensor(path, monkey
 def test_a_file_cut_while_slots_are_filled_leaves_no_threads(path, monkeypatch, tmp_path):
     copy, before = tmp_path / "cut.gguf", set(threading.enumerate())
     copy.write_bytes(path.read_bytes())
-    fill_all = Traffic.fill_all
+    fill_all = seating.fill_all
 
     def cut(traffic, resident):
         os.truncate(copy, 100_000)
         fill_all(traffic, resident)
 
-    monkeypatch.setattr(Traffic, "fill_all", cut)
+    monkeypatch.setattr(seating, "fill_all", cut)
     with pytest.raises(ModelFileError, match="cut.gguf: tensor"):
         limited(copy, monkeypatch)
     left = {t.name for t in set(threading.enumerate()) - before}
@@ -81,5 +81,6 @@ def everything_arrived(engine):
             copy.issued.wait()
     traffic.settle()
     for row in range(len(traffic.coming)):
-        traffic.here(row, np.zeros(engine.config.experts.n_expert, np.int64))
+        traffic.prepare(row)
+        traffic.judge(row, np.zeros(engine.config.experts.n_expert, np.int64))
     traffic.settle()

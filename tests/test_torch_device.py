@@ -171,13 +171,19 @@ def test_a_part_of_the_experts_counts_the_rest_as_zero(device):
         for m, t in zip(e.layout.matrices, experts.matrices(i)):
             start = i * e.layout.nbytes + m.at
             memory[start : start + m.nbytes] = torch.from_numpy(t.data.copy())
+    offsets = np.arange(6, dtype=np.int64) * e.layout.nbytes
+    offsets[5], moved = -1, offsets[5]
     parts = [
-        device.compute(
-            torch.from_numpy(x), memory, e, routing, np.array(ids), np.array(ids) * e.layout.nbytes
-        )
-        for ids in ([0, 4], [1, 2, 3, 5])
+        device.compute(torch.from_numpy(x), memory, e, routing, np.array(ids), offsets)
+        for ids in ([0, 4], [1, 2, 3])
     ]
-    close(parts[0] + parts[1], NUMPY.moe(x, routing, experts), 1e-5)
+    with pytest.raises(ValueError, match="in no slot"):
+        device.compute(torch.from_numpy(x), memory, e, routing, np.array([1, 5]), offsets)
+    offsets[5] = moved
+    parts.append(
+        device.compute(torch.from_numpy(x), memory, e, routing, np.array([5]), offsets)
+    )
+    close(sum(parts), NUMPY.moe(x, routing, experts), 1e-5)
 
 
 def test_bad_requests_are_named(device):

@@ -39,7 +39,8 @@ def test_one_matrix(kind, n_token):
     cols = 512 if GGML_QUANT_SIZES[kind][0] == 256 else 288
     weight = random_tensor(kind, (70, cols), seed=int(kind))
     x = np.random.default_rng(1).normal(size=(n_token, cols)).astype(np.float32)
-    ours = tm.matmul(torch.from_numpy(x), torch.from_numpy(weight.data.copy()), kind, 70).numpy()
+    matrices, data = tm.Matrices(kind, 70, cols), torch.from_numpy(weight.data.copy())
+    ours = tm.matmul(torch.from_numpy(x), data, matrices).numpy()
     exact = x.astype(np.float64) @ dequantize(weight).astype(np.float64).T
     assert np.abs(ours - exact).max() < 2e-5 * np.abs(exact).max()
 

@@ -226,6 +226,7 @@ def _layer(run, state, step, layer, ids, predicted, c, g, space):
     floor = _arrivals(run, state, layer, workload, here, c, g, busy)
     n_cpu, n_gpu, n_copy, _ = placement_rules.plan_layer(
         run.placement,
+        True,
         workload,
         here,
         c,

@@ -17,15 +17,18 @@ from numba import njit
 
 
 @njit(cache=True)
-def _fill(expert_ids, weights, experts, at, job_of, table):
-    """Writes the table; returns (P, most pairs of one expert)."""
+def fill_table(expert_ids, weights, experts, offsets, job_of, table):
+    """Writes the table of experts int64 [n], whose offsets are in int64 [E], by expert. Returns
+    (P, most pairs of one expert). ValueError for an expert that is nowhere (offset -1)."""
     n, n_token, n_used = experts.size, expert_ids.shape[0], expert_ids.shape[1]
     job_of[:] = -1
     first = table[2 * n : 3 * n + 1]
     first[:] = 0
     for j in range(n):
-        job_of[experts[j]] = j
-        table[j], table[n + j] = at[j], experts[j]
+        e = experts[j]
+        if offsets[e] < 0:
+            raise ValueError("an expert is in no slot")
+        job_of[e], table[j], table[n + j] = j, offsets[e], e
     for t in range(n_token):
         for a in range(n_used):
             j = job_of[expert_ids[t, a]]
@@ -53,9 +56,14 @@ def _fill(expert_ids, weights, experts, at, job_of, table):
     return total, most
 
 
+def room(n_jobs: int, n_pairs: int) -> int:
+    """Most numbers a table takes with so many experts and (token, slot) pairs in the step."""
+    return 3 * n_jobs + 1 + 2 * n_pairs + (n_pairs + 1) // 2
+
+
 class Pairs(NamedTuple):  # a dataclass would take a microsecond more to make
-    """table int64 [size] in host memory (a view of the builder's buffer, valid until its next
-    build), and where its parts begin."""
+    """table int64 in host memory (a buffer that begins with the table, and is written again by a
+    later build), and where its parts begin."""
 
     table: np.ndarray
     n_jobs: int
@@ -84,28 +92,7 @@ class Pairs(NamedTuple):  # a dataclass would take a microsecond more to make
     def at_weights(self) -> int:
         return self.at_place + self.n_token * self.n_used
 
-
-class PairBuilder:
-    """Builds tables in one buffer, int64 numpy, that grows when it must."""
-
-    def __init__(self, n_expert: int):
-        self.job_of = np.empty(n_expert, np.int64)
-        self.buffer = np.empty(1024, np.int64)
-
-    def room(self, n_jobs: int, n_token: int, n_used: int) -> int:
-        """Most numbers a table of this step can take."""
-        slots = n_token * n_used
-        return 3 * n_jobs + 1 + 2 * slots + (slots + 1) // 2
-
-    def build(
-        self, expert_ids: np.ndarray, weights: np.ndarray, experts: np.ndarray, at: np.ndarray
-    ) -> Pairs:
-        """expert_ids int32 [T, A], weights float32 [T, A], experts int64 [n], at int64 [n]."""
-        n_token, n_used = expert_ids.shape
-        most_size = self.room(len(experts), n_token, n_used)
-        if most_size > self.buffer.size:
-            self.buffer = np.empty(2 * most_size, np.int64)
-        total, most = _fill(expert_ids, weights, experts, at, self.job_of, self.buffer[:most_size])
-        n, slots = len(experts), n_token * n_used
-        size = 3 * n + 1 + total + slots + (slots + 1) // 2
-        return Pairs(self.buffer[:size], n, total, most, n_token, n_used)
+    @property
+    def size(self) -> int:
+        """Numbers in the table."""
+        return self.at_weights + (self.n_token * self.n_used + 1) // 2

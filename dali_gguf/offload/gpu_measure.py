@@ -73,7 +73,8 @@ class Probe:
         for i in range(self.together):
             for source, target in self._parts(i, i * size):
                 target.copy_(torch.from_numpy(np.array(source)))
-        self.at = np.arange(self.together, dtype=np.int64) * size
+        self.offsets = np.full(experts.n_expert, -1, np.int64)
+        self.offsets[: self.together] = np.arange(self.together) * size
         self._first = 0  # turns, so that the CPU reads other experts each time, not its cache
 
     def _parts(self, expert: int, start: int) -> list[tuple[np.ndarray, torch.Tensor]]:
@@ -105,7 +106,7 @@ class Probe:
         x = self.device.from_host(h)
         self._finish()
         started = time.perf_counter()
-        self.device.compute(x, self.memory, self.e, routing, np.arange(n), self.at[:n])
+        self.device.compute(x, self.memory, self.e, routing, np.arange(n), self.offsets)
         self._finish()
         return (time.perf_counter() - started) * 1e6
 

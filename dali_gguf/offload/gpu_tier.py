@@ -230,6 +230,7 @@ class GpuTier:
         """undo: what is to be closed if something fails on the way."""
         from dali_gguf.offload import gpu_routers, gpu_slots
         from dali_gguf.offload.hybrid_scheduler import Choices, HybridScheduler
+        from dali_gguf.offload.seating import fill_all
 
         o = self.options
         cache_name = "static" if self.placement in STATIC else o.expert_cache
@@ -258,7 +259,7 @@ class GpuTier:
             choices, known, ram, routers,
         )  # fmt: skip
         undo.callback(scheduler.close)
-        scheduler.traffic.fill_all(resident)
+        fill_all(scheduler.traffic, resident)
         return scheduler
 
     def _resident(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:

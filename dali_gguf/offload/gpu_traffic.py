@@ -38,46 +38,17 @@ class Traffic:
         self._on_gpu = device.device.type == "cuda"
         self._fills: list[tuple[Copy, Swap]] = []  # under way
         self._done: list[list[Copy]] = [[] for _ in layers]  # for this step, there, in spare slots
+        self.here = cache.resident[0]  # uint8 [E]: what the layer may compute without a new copy
         self.behind: list[Copy] = []  # that the layer needs and that had not arrived
+        self._arrived: list[Copy] = []  # for the layer, not yet judged
+        self.pending: list[Copy] = []  # for the layer, under way when it was prepared
+        self._dropped: list[Copy] = []  # guesses for the layer that never began
         self._unused: list[Copy] = []  # demanded for this layer, not yet given work
         self._orphans: list[Copy] = []  # begun, but no longer wanted
         self._timed: list[Copy] = []
-        self._last_use = None  # event after the last launch that read slots
+        self.last_use = None  # event after the last launch that read slots
 
-    def fill_all(self, resident: np.ndarray) -> None:
-        """Copies the first residents uint8 [L, E] into their slots, and waits for them."""
-        copies = []
-        for row, expert in np.argwhere(resident).tolist():
-            offset, _ = self.slots.take(row)
-            self.slots.place[row, expert] = offset
-            copies.append(self._copy(row, expert, offset, DEMAND, None))
-        self.link.offer(copies)
-        for copy in copies:
-            self.link.wait(copy)
-        self.link.bytes = self.link.copies = 0
-        self.link.busy_us = 0.0
-
-    def reseat(self) -> None:
-        """Every layer's slots go to its experts with the highest scores, at once."""
-        copies = []
-        for row, score in enumerate(self.cache.score):
-            resident, absent = self.cache.resident[row], self.near(row) == 0
-            best = [e for e in np.argsort(-score, kind="stable").tolist() if absent[e]]
-            worst = [e for e in np.argsort(score, kind="stable").tolist() if resident[e]]
-            for load, evict in zip(best, worst):
-                if score[load] <= score[evict]:
-                    break
-                offset = int(self.slots.place[row, evict])
-                self.slots.place[row, evict], self.slots.place[row, load] = NOWHERE, offset
-                resident[evict], resident[load] = 0, 1
-                copies.append(self._copy(row, load, offset, DEMAND, self._last_use))
-                self.counters.add(row, "fills")
-                self.counters.add(row, "bytes", copies[-1].nbytes)
-        self.link.offer(copies)
-        for copy in copies:
-            self.link.wait(copy)
-
-    def _copy(self, row: int, expert: int, offset: int, kind: str, free) -> Copy:
+    def copy_of(self, row: int, expert: int, offset: int, kind: str, free) -> Copy:
         tensors = self.experts[self.layers[row]].matrices(expert)
         parts = [(t.data, place) for t, place in zip(tensors, self.slots.parts(row, offset))]
         key = -1 if self.ram is None else self.ram.key(self.layers[row], expert)
@@ -90,7 +61,7 @@ class Traffic:
             if self.slots.spare(row) <= leave:
                 break
             offset, free = self.slots.take(row)
-            copies.append(self._copy(row, expert, offset, kind, free))
+            copies.append(self.copy_of(row, expert, offset, kind, free))
             self.counters.add(row, "bytes", copies[-1].nbytes)
         if copies:
             self.link.offer(copies)
@@ -113,56 +84,72 @@ class Traffic:
         near = self.near(row)
         return near if self.ram is None else near | ~self.ram.holds(self.layers[row])
 
-    def here(self, row: int, workload: np.ndarray) -> np.ndarray:
-        """uint8 [E]: what this step may compute on the device without a new copy. Guesses are
-        judged: those not begun are dropped, those not used give their slot back."""
-        self.behind = []
-        if not self.coming[row]:
-            return self.cache.resident[row]
-        guesses = [c for c in self.coming[row].values() if c.kind == PREFETCH]
-        if guesses and self.link.waiting():
-            for copy in self.link.drop(guesses):
-                self.counters.add(row, "late" if workload[copy.expert] else "wasted")
+    def prepare(self, row: int) -> None:
+        """Before the layer's routing is known: fills that have arrived become resident, guesses
+        that have not begun are dropped, and `here` is made."""
+        self.settle()
+        self.behind, self._arrived, self.pending, self._dropped = [], [], [], []
+        coming = self.coming[row]
+        if not coming:
+            self.here = self.cache.resident[row]
+            return
+        if self.link.waiting():
+            self._dropped = self.link.drop([c for c in coming.values() if c.kind == PREFETCH])
+            for copy in self._dropped:
                 self.counters.add(row, "bytes", -copy.nbytes)
-                self._give(self.coming[row].pop(copy.expert), copy.free)
-        for copy in list(self.coming[row].values()):
-            if workload.item(copy.expert):
-                self._expect(row, copy)
-            elif copy.kind == PREFETCH:
-                self.counters.add(row, "wasted")
-                self._orphans.append(self.coming[row].pop(copy.expert))
-        return self.near(row)
+                self._give(coming.pop(copy.expert), copy.free)
+        for copy in coming.values():
+            self._look(copy)
+        self.here = self.near(row)
 
-    def _expect(self, row: int, copy: Copy) -> None:
-        """A guess, or a fill under way, that this step needs."""
-        arrived = self.link.arrived(copy)
-        if copy.kind == PREFETCH:
-            self.counters.add(row, "useful" if arrived else "late")
-            copy.kind = DEMAND  # judged: from here on as any copy for this step
+    def _look(self, copy: Copy) -> bool:
+        """Whether the copy has arrived; if so, its expert can be computed."""
+        arrived = self.link.arrived(copy) and copy.error is None
         if arrived:
             self.link.wait(copy)
-            self._use(row, copy)
-        else:
-            self.behind.append(copy)
+            self.slots.place[copy.row, copy.expert] = copy.offset
+        (self._arrived if arrived else self.pending).append(copy)
+        return arrived
 
-    def _use(self, row: int, copy: Copy) -> None:
-        """The bytes are there, in a spare slot; a fill's slot is settled later."""
-        self.slots.place[row, copy.expert] = copy.offset
-        if copy.kind != FILL:
-            self._done[row].append(copy)
+    def expect(self, row: int, workload: np.ndarray) -> None:
+        """Of the copies that were under way, those that this step needs."""
+        pending, self.pending = self.pending, []
+        for copy in pending:
+            if not workload.item(copy.expert):
+                if copy.kind == PREFETCH:
+                    self._waste(row, copy)
+            elif not self._look(copy):  # one that failed is raised when it is waited for
+                self.behind.append(copy)
+                if copy.kind == PREFETCH:
+                    self.counters.add(row, "late")
+                    copy.kind = DEMAND  # judged: from here on as any copy for this step
+
+    def judge(self, row: int, workload: np.ndarray) -> None:
+        """Once the layer's work has begun: what became of the other guesses."""
+        for copy in self._dropped:
+            self.counters.add(row, "late" if workload.item(copy.expert) else "wasted")
+        for copy in self._arrived:
+            if workload.item(copy.expert):
+                if copy.kind == PREFETCH:
+                    self.counters.add(row, "useful")
+                    copy.kind = DEMAND
+                if copy.kind != FILL:  # a fill's slot is settled later
+                    self._done[row].append(copy)
+            elif copy.kind == PREFETCH:
+                self._waste(row, copy)
+        self._arrived = []
+
+    def _waste(self, row: int, copy: Copy) -> None:
+        self.counters.add(row, "wasted")
+        self._orphans.append(self.coming[row].pop(copy.expert))
 
     def busy_us(self, model: CostModel) -> float:
         """Until the link is free: half a copy for one under way, a whole one for each waiting."""
         return model.costs.t * (self.link.waiting() + 0.5 * self.link.copying)
 
-    def split(self, row: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
-        """(experts whose bytes are there, their int64 offsets, copies of the others on the way).
-        After here, which has found those that have arrived."""
-        late = [c for c in self.behind if c.expert in ids] if self.behind else []
-        at = self.slots.place[row][ids]
-        if late:
-            ids, at = ids[at != NOWHERE], at[at != NOWHERE]
-        return ids, at, late
+    def late(self, ids: np.ndarray) -> list[Copy]:
+        """Those of the experts' copies that have not arrived."""
+        return [c for c in self.behind if c.expert in ids] if self.behind else []
 
     # ---- copies for this step --------------------------------------------------------------
 
@@ -177,10 +164,11 @@ class Traffic:
     def next_group(self, coming: deque[Copy]) -> list[Copy]:
         """The next copy, waited for, and those behind it that have arrived as well."""
         group = [coming.popleft()]
-        self.link.wait(group[0])
         while coming and self.link.arrived(coming[0]):
             group.append(coming.popleft())
-            self.link.wait(group[-1])
+        for copy in group:
+            self.link.wait(copy)
+            self.slots.place[copy.row, copy.expert] = copy.offset
         return group
 
     def used(self, row: int, group: list[Copy], reuse: bool) -> None:
@@ -192,14 +180,14 @@ class Traffic:
                 if self.coming[row].get(copy.expert) is copy:  # a late guess
                     del self.coming[row][copy.expert]
                 self._give(copy, event)
-            else:
-                self._use(row, copy)
+            elif copy.kind != FILL:
+                self._done[row].append(copy)
 
     def _event(self):
         if self._on_gpu:
-            self._last_use = torch.cuda.Event()
-            self._last_use.record()
-        return self._last_use
+            self.last_use = torch.cuda.Event()
+            self.last_use.record()
+        return self.last_use
 
     # ---- after the step --------------------------------------------------------------------
 
@@ -265,7 +253,7 @@ class Traffic:
             self.link.wait(copy)
             if self.cache.started(row, swap):
                 self.cache.finished(row, swap)
-                self.slots.swap(row, swap.load, swap.evict, copy.offset, self._last_use)
+                self.slots.swap(row, swap.load, swap.evict, copy.offset, self.last_use)
             else:
                 self._give(copy, None)
 

@@ -11,29 +11,32 @@ model larger than main memory has its other experts in an arena and on disk (ram
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
 from dali_gguf.closing import close_all
 from dali_gguf.device import Array, Device
+from dali_gguf.offload import hybrid_report
 from dali_gguf.offload.arena_stats import ArenaStats
+from dali_gguf.offload.between_layers import BetweenLayers
 from dali_gguf.offload.cache import ExpertCache
-from dali_gguf.offload.choices import FEATURES, Choices
+from dali_gguf.offload.choices import Choices
 from dali_gguf.offload.cost import CostModel
 from dali_gguf.offload.cpu_part import CpuPart
+from dali_gguf.offload.decode_layer import Decided, DecodeLayer, DecodeLayers, Situation
 from dali_gguf.offload.gpu_slots import GpuSlots
-from dali_gguf.offload.gpu_timer import GpuTimer
 from dali_gguf.offload.gpu_traffic import Traffic
-from dali_gguf.offload.guesser import Gap, Guesser
+from dali_gguf.offload.guesser import Guesser
 from dali_gguf.offload.hybrid_counters import HybridCounters
+from dali_gguf.offload.layer_times import LayerTimes
 from dali_gguf.offload.paired_routers import PairedRouters
-from dali_gguf.offload.pays import RECENT, Pays
 from dali_gguf.offload.placement import LayerPlan, Planner
 from dali_gguf.offload.prefetch import Predictor
 from dali_gguf.offload.ram_tier import RamTier
 from dali_gguf.offload.run_counts import RunCounts
 from dali_gguf.offload.scheduler import Scheduler
+from dali_gguf.offload.seating import reseat
+from dali_gguf.offload.step_features import StepFeatures
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import Copy
 from dali_gguf.offload.verify import Verifier
@@ -41,8 +44,6 @@ from dali_gguf.router import Router
 from dali_gguf.routing import LayerExperts, Routing
 
 PREFILL = 32  # steps of so many tokens count as prefill: the cache is frozen, a ring streams
-NEVER = 1.0  # a margin that no move of a resident can reach
-FREE_LINK = 0.95  # CPU speed while copying above which guesses start without waiting for the CPU
 
 
 class HybridScheduler(Scheduler):
@@ -72,56 +73,99 @@ class HybridScheduler(Scheduler):
         self.row = {layer: row for row, layer in enumerate(self.layers)}
         self.cache, self.model, self.choices = cache, costs, choices
         self.known = known  # counts of earlier runs, that this one's are added to
-        self.gap, self.guesser = Gap(), Guesser(predictor, self.layers)
         n_expert = slots.place.shape[1]
         self.planner = Planner(choices.placement, n_expert)
-        self.still = Planner("static-hot", n_expert)  # residents on the GPU, nothing is copied
         self.counters = HybridCounters(self.layers, n_expert)
         if known is not None:
             known.run = self.counters.routed
         self.ram, self.paired = ram, paired
         self.traffic = Traffic(device, slots, cache, experts, self.layers, self.counters, ram)
+        biases = {} if paired is None else paired.biases
+        self.decoders = DecodeLayers(device, experts, self.planner, biases)
         self.cpu = CpuPart(cpu)
         self.launches = device.device.type == "cuda"  # the device computes on its own
-        self.timer, self._untimed = GpuTimer(device.device), None
-        self.pays = Pays(choices.candidates(predictor is not None))
+        self.times = LayerTimes(device.device, costs, self.counters)
+        self.step = StepFeatures(choices, predictor is not None, costs)
+        self.pays, self.recent_us = self.step.pays, self.step.recent_us
+        self.guesser = Guesser(predictor, self.layers)
+        self.between = BetweenLayers(
+            cache, self.traffic, costs, self.guesser, self.step, self.paired
+        )
+        self.gap = self.between.gap
         self.verifier = Verifier(self.cpu, self.traffic) if choices.verify else None
-        self._left = self._step_began = time.perf_counter()
-        self._step_tokens = 0
-        self.recent_us: deque[float] = deque(maxlen=RECENT)  # of decode steps
+        self._entered: tuple | None = None  # from route on: (row, h on the host, Decided or None)
+        self._plan_us = 0.0
+        self._left = time.perf_counter()
         self._prompted = False
         self.cold = False  # nothing was known about this model: the prompt decides the residents
-        self._on, self._margin = self._features(), NEVER
-
-    def _features(self) -> set[str]:
-        """What a decode step uses; decided at its first layer."""
-        return {f for f in FEATURES if self.choices.always(f) or self.pays.enabled(f)}
 
     # ---- one layer -------------------------------------------------------------------------
 
     def route(self, layer: int, h: Array, router: Router) -> Routing:
-        """As Scheduler.route. Where guesses are wanted, the next layer's router takes part."""
-        if self.paired is None or not (len(h) >= PREFILL or "prefetch" in self._on):
-            return super().route(layer, h, router)
-        return self.paired.route(layer, h, router)
+        """As Scheduler.route. Where guesses are wanted, the next layer's router takes part. What
+        needs no answer is done while the device makes it."""
+        row, tokens = self.row[layer], len(h)
+        ahead = tokens >= PREFILL or "prefetch" in self.step.on
+        paired = self.paired if ahead else None
+        product = self.logits(h, router) if paired is None else paired.product(layer, h)
+        quick = decided = None
+        try:
+            self._enter(row, tokens)
+            if tokens == 1 and self.ram is None and not self.traffic.pending:
+                quick = self.decoders.find(layer, h, router, paired is not None)
+            if quick is not None:
+                self.times.gpu_begins()
+            host, product = self.device.read_back(h, product)
+            if quick is not None:
+                decided = self._decide(row, quick, h, product)
+        except BaseException:
+            self._abandon(row)
+            raise
+        self._entered = row, host, decided
+        if paired is not None:
+            paired.keep(layer, product)
+        if decided is not None:
+            return decided.routing
+        if paired is not None:
+            return paired.route(layer, product, router)
+        return self.device.route_host(product, router.n_used, router.rule)
+
+    def _decide(self, row: int, quick: DecodeLayer, h: Array, product: np.ndarray) -> Decided:
+        """Everything up to the launch at once."""
+        began, traffic, model = time.perf_counter(), self.traffic, self.model
+        copies = traffic.slots.spare(row) > 0 and "copies" in self.step.on
+        now = Situation(traffic.here, model.costs, traffic.busy_us(model), self.step.margin, copies)
+        slots, table = traffic.slots, self.device.pair_table(traffic.here.size)
+        decided = quick(product, h, now, slots.memory, slots.place[row], table)
+        self._plan_us = (time.perf_counter() - began) * 1e6
+        return decided
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""
+        row = self.row[layer]
         try:
-            return self._moe(layer, h, routing)
-        except BaseException:  # the next step must find nothing of this one
-            self._untimed = None
-            self.cpu.abandon()
-            self.traffic.abandon(self.row[layer])
+            return self._moe(layer, row, h, routing)
+        except BaseException:
+            self._abandon(row)
             raise
 
-    def _moe(self, layer: int, h: Array, routing: Routing) -> Array:
-        row, began = self.row[layer], time.perf_counter()
-        prefill = len(routing.expert_ids) >= PREFILL
-        self._enter(row, len(routing.expert_ids), prefill, began)
-        host = self.device.to_host(h)
-        here = self.traffic.here(row, routing.workload)
-        plan = self._plan(row, routing.workload, here, prefill)
+    def _abandon(self, row: int) -> None:
+        """The layer ended with an error: the next step must find nothing of this one."""
+        self._entered = None
+        self.times.drop()
+        self.cpu.abandon()
+        self.traffic.abandon(row)
+
+    def _moe(self, layer: int, row: int, h: Array, routing: Routing) -> Array:
+        began, workload = time.perf_counter(), routing.workload
+        prefill, (host, decided) = len(routing.expert_ids) >= PREFILL, self._host(row, h)
+        here = self.traffic.here
+        if decided is None:
+            self.traffic.expect(row, workload)
+            plan = self._plan(row, workload, here, prefill)
+            self._plan_us = (time.perf_counter() - began) * 1e6
+        else:
+            plan = decided.plan
         on_cpu, copy, coming = plan.cpu, deque(), deque()
         if plan.copy.size:
             copy.extend(plan.copy.tolist())
@@ -131,16 +175,17 @@ class HybridScheduler(Scheduler):
         beside = on_cpu.size > 0 and (others or bool(self.traffic.behind))  # in its own thread
         if beside:
             self.cpu.start(host, routing, self.experts[layer], on_cpu, arriving)
-        plan_us, before = (time.perf_counter() - began) * 1e6, self._untimed
-        y = self._gpu_part(row, h, routing, plan.gpu, coming, copy)
+        y = decided and decided.y
+        y = self._gpu_part(row, h, routing, plan.gpu, coming, copy, y)
         if on_cpu.size and not beside:
             self.cpu.run(host, routing, self.experts[layer], on_cpu)
-        self.counters.planned(row, routing.workload, here, plan, plan_us)
-        self._read_times(before, y is not None)
-        at_once = self.model.costs.r > FREE_LINK
-        later = self._account(row, host, routing, prefill, at_once)
+        self.counters.planned(row, workload, here, plan, self._plan_us)
+        self.times.tell_last()
+        if row:
+            self.gap.observe((began - self._left) * 1e6, prefill)
+        later = self.between.account(row, host, workload, prefill, self.times.sampled)
         if on_cpu.size:
-            y = self._cpu_part(y, routing.workload[on_cpu])
+            y = self._cpu_part(y, workload[on_cpu])
         for start in later:
             start()
         if self.verifier is not None:
@@ -150,140 +195,89 @@ class HybridScheduler(Scheduler):
         self.counters.add(row, "real_us", (self._left - began) * 1e6)
         return y
 
+    def _host(self, row: int, h: Array) -> tuple[np.ndarray, Decided | None]:
+        """(h [T, D] in main memory, what was decided) as route has left them; if it was not called,
+        from here."""
+        entered, self._entered = self._entered, None
+        if entered is not None and entered[0] == row:
+            return entered[1:]
+        self._enter(row, len(h))
+        return self.device.to_host(h), None
+
     def _cpu_part(self, y: Array | None, workload: np.ndarray) -> Array:
         """Waits for the CPU and adds its output. workload [n]: of its experts."""
         result = self.cpu.result()
-        self._untimed = (*self._untimed[:2], result.us)
-        self.model.observe("cpu", workload, result.us - result.waited_us)
+        self.times.cpu(workload, result.us, result.waited_us)
         y_cpu = self.device.from_host(result.y)
         return y_cpu if y is None else y.add_(y_cpu)
 
-    def _enter(self, row: int, tokens: int, prefill: bool, now: float) -> None:
-        """Measures the gap since the last layer and, at the first layer, the last step."""
-        self.cache.frozen = prefill
+    def _enter(self, row: int, tokens: int) -> None:
+        """Before the layer's routing is known; at the first layer, before the step."""
+        prefill = tokens >= PREFILL
         if row == 0:
-            if tokens == self._step_tokens and not prefill:
-                us = (now - self._step_began) * 1e6
-                self.pays.record(us, tokens)
-                self.recent_us.append(us)
-            self._prompted |= prefill
-            if self.cold and self._prompted and not prefill:
-                self.cold = False
-                self.traffic.reseat()
-            if self.ram is not None:
-                known = not self.cold or (self._step_tokens > 0 and not prefill)
-                self.ram.before_step(self.model, self.cache if known else None)
-            self._step_began, self._step_tokens = now, tokens
-            self._on = self._features()
-            self._margin = self.model.margin() if "moves" in self._on else NEVER
-        elif tokens == self._step_tokens:
-            self.gap.observe((now - self._left) * 1e6, prefill)
-        self.traffic.settle()
+            self._begin_step(tokens, prefill)
+        self.cache.frozen = prefill
+        self.times.begin(row, prefill)
+        self.traffic.prepare(row)
+
+    def _begin_step(self, tokens: int, prefill: bool) -> None:
+        first, self._prompted = self.step.tokens == 0, self._prompted or prefill
+        self.step.begin(tokens, prefill)
+        if self.cold and self._prompted and not prefill:
+            self.cold = False
+            reseat(self.traffic)
+        if self.ram is not None:
+            known = not self.cold or not (first or prefill)
+            self.ram.before_step(self.model, self.cache if known else None)
 
     def _plan(self, row: int, workload: np.ndarray, here: np.ndarray, prefill: bool) -> LayerPlan:
         """Who computes what. here uint8 [E]: traffic.here."""
-        copies = self.traffic.slots.spare(row) > 0 and (prefill or "copies" in self._on)
-        missing = not copies and bool(((workload > 0) & (here == 0)).any())
-        planner = self.still if missing else self.planner
+        copies = self.traffic.slots.spare(row) > 0 and (prefill or "copies" in self.step.on)
         busy = self.traffic.busy_us(self.model)
         in_ram = None if self.ram is None else self.ram.arena.resident(self.layers[row])
-        return planner.plan(workload, here, self.model.costs, busy, self._margin, in_ram)
+        costs, margin = self.model.costs, self.step.margin
+        return self.planner.plan(workload, here, costs, busy, margin, in_ram, copies)
 
     def _gpu_part(self, row: int, h: Array, routing: Routing, residents: np.ndarray,
-                  coming: deque[Copy], waiting: deque[int]) -> Array | None:
-        """Residents at once, then what arrives."""
-        self._untimed = (row, None, 0.0)
+                  coming: deque[Copy], waiting: deque[int], y: Array | None) -> Array | None:
+        """Residents at once, then what arrives. y: what the residents add, if it is under way."""
         if not (residents.size or coming):
             return None
-        self.timer.begin()
-        ready, at, late = self.traffic.split(row, residents)
-        y = self._compute(row, h, routing, ready, at)
-        self.timer.residents_done()
-        self._untimed = (row, routing.workload[ready], 0.0)
-        coming.extendleft(late)
+        if y is None:
+            self.times.gpu_begins()
+            late = self.traffic.late(residents)
+            if late:
+                residents = np.setdiff1d(residents, [copy.expert for copy in late])
+                coming.extendleft(late)
+            y = self._compute(row, h, routing, residents)
+        self.times.residents_done(routing.workload[residents])
         if not coming:
             return y
         while coming:
             group = self.traffic.next_group(coming)
-            ids = np.array([copy.expert for copy in group])
-            at = np.array([copy.offset for copy in group])
-            part = self._compute(row, h, routing, ids, at)
+            part = self._compute(row, h, routing, np.array([copy.expert for copy in group]))
             y = part if y is None else y + part
             self.traffic.used(row, group, reuse=bool(waiting))
             if waiting:
                 coming.extend(self.traffic.demand(row, waiting))
-        self.timer.end()
+        self.times.gpu_ends()
         return y
 
-    def _read_times(self, layer: tuple | None, before: bool) -> None:
-        """What a layer took on both sides: (row, workload on the GPU or None, us of the CPU).
-        before: the timer has begun with another one since."""
-        if layer is None:
-            return
-        row, workload, cpu_us = layer
-        gpu_us = 0.0
-        if workload is not None:
-            residents_us, gpu_us = self.timer.read(before)
-            if len(workload):
-                self.model.observe("gpu", workload, residents_us)
-        self.counters.waits(row, cpu_us, gpu_us)
-
-    def _compute(self, row: int, h: Array, routing: Routing, ids: np.ndarray,
-                 at: np.ndarray) -> Array | None:
-        if not len(ids):
+    def _compute(self, row: int, h: Array, routing: Routing, ids: np.ndarray) -> Array | None:
+        """What the experts ids, whose bytes are in slots, add."""
+        if not ids.size:
             return None
-        e = self.device.experts(self.experts[self.layers[row]])
-        return self.device.compute(h, self.traffic.slots.memory, e, routing, ids, at)
-
-    # ---- between layers --------------------------------------------------------------------
-
-    def _account(self, row: int, host: np.ndarray, routing: Routing, prefill: bool,
-                 at_once: bool) -> list[Callable[[], None]]:
-        """While both sides work: the cache learns what was used, the next layer is predicted.
-        Returns what is to be started once the CPU is done (at_once: it was started already)."""
-        costs = self.model.costs
-        swaps = self.cache.step(row, routing.workload, self.traffic.arrived_for(row), costs)
-        self.traffic.adopt(row, [s for s in swaps if s.adopted])
-        if copies := self.traffic.new_copy_times():
-            self.model.observe("copy", len(copies), sum(copies))
-        later: list[Callable[[], None]] = []
-        room, guesses = self.gap.room(prefill, costs) - self.traffic.link.waiting(), []
-        if prefill or "prefetch" in self._on:
-            products = None if self.paired is None else self.paired.take(self.layers[row])
-            near = self.traffic.out_of_reach
-            guesses = self.guesser.guess(row, host, prefill, room, near, costs, products)
-        if guesses:
-            later.append(lambda: self.traffic.prefetch(row + 1, guesses))
-        fills = [s for s in swaps if not s.adopted]
-        if fills and "fills" in self._on and room > len(guesses):
-            later.append(lambda: self.traffic.fill(row, fills))
-        if not at_once:
-            return later
-        for start in later:
-            start()
-        return []
+        slots, e = self.traffic.slots, self.device.experts(self.experts[self.layers[row]])
+        return self.device.compute(h, slots.memory, e, routing, ids, slots.place[row])
 
     # ---- the rest of the seam --------------------------------------------------------------
 
     def line(self) -> str:
-        """For the closing line of a run."""
-        parts = [self.counters.line(), self.choices.line(), self.pays.line()]
-        if self.verifier is not None:
-            parts.append(self.verifier.line())
-        return " | ".join(part for part in parts if part)
+        return hybrid_report.line(self)
 
     def figures(self) -> dict:
-        """For --stats-json."""
-        self._read_times(self._untimed, False)
-        self._untimed = None
-        out = self.counters.as_dict()
-        out["placement"] = self.choices.placement
-        out["kept"] = {name: self.pays.on[name] for name in self.pays.on}
-        link = self.traffic.link
-        out["link"] = {"bytes": link.bytes, "busy_us": round(link.busy_us)}
-        if self.verifier is not None:
-            out["verify"] = self.verifier.as_dict()
-        return out
+        self.times.tell_all()
+        return hybrid_report.figures(self)
 
     def table(self) -> str:
         return self.counters.table()

@@ -40,18 +40,27 @@ class PairedRouters:
         biases: dict[int, np.ndarray | None],
     ):
         self.device, self.pairs, self.biases = device, pairs, biases
-        self._known: tuple[int, Products] | None = None
+        self._known: tuple[int, np.ndarray] | None = None
 
-    def route(self, layer: int, h: Array, router: Router) -> Routing:
-        """As Scheduler.route; the products are kept until they are taken."""
-        (both,) = self.device.matmul(h, self.pairs[layer])
-        both, n = self.device.to_host(both), router.weight.tensor.rows
-        own, bias = both[:, :n], self.biases[layer]
-        self._known = layer, Products(own, both[:, n:] if both.shape[1] > n else None)
-        logits = own if bias is None else own + bias
+    def product(self, layer: int, h: Array) -> Array:
+        """[T, 2E] of both routers, on the device; [T, E] in the last layer."""
+        return self.device.matmul(h, self.pairs[layer])[0]
+
+    def keep(self, layer: int, product: np.ndarray) -> None:
+        """The product, read back, is what take will return."""
+        self._known = layer, product
+
+    def route(self, layer: int, product: np.ndarray, router: Router) -> Routing:
+        """As Scheduler.route, from the product."""
+        n, bias = router.weight.tensor.rows, self.biases[layer]
+        logits = product[:, :n] if bias is None else product[:, :n] + bias
         return self.device.route_host(logits, router.n_used, router.rule)
 
-    def take(self, layer: int) -> Products | None:
+    def take(self, layer: int, n_expert: int) -> Products | None:
         """Of the layer that was routed last; None if that was another one, or they are taken."""
         known, self._known = self._known, None
-        return known[1] if known is not None and known[0] == layer else None
+        if known is None or known[0] != layer:
+            return None
+        product = known[1]
+        ahead = product[:, n_expert:] if product.shape[1] > n_expert else None
+        return Products(product[:, :n_expert], ahead)

@@ -91,7 +91,7 @@ class Planner:
 
     def __init__(self, policy: str, n_expert: int):
         self.code = policy_code(policy)
-        self._scratch = np.empty((9, n_expert), np.int64)
+        self.scratch = np.empty((9, n_expert), np.int64)  # of placement_rules.plan_layer
 
     def plan(
         self,
@@ -101,36 +101,24 @@ class Planner:
         link_busy: float = 0.0,
         margin: float = MARGIN,
         in_ram: np.ndarray | None = None,
+        copies: bool = True,
     ) -> LayerPlan:
         """workload int64 [E] tokens per expert, resident uint8 [E]. in_ram bool [E]: misses that
-        are not in RAM are read from disk first (None: all are; `optimal` plans as if)."""
-        if self.code == rules.OPTIMAL:
+        are not in RAM are read from disk first (None: all are; `optimal` plans as if). copies
+        False: what is missing is computed by the CPU, as static-hot does."""
+        if self.code == rules.OPTIMAL and copies:
             return self._optimal(workload, resident, costs, link_busy)
-        ids = self._scratch
-        if in_ram is not None:
-            return LayerPlan(*self._with_disk(workload, resident, in_ram, costs, link_busy, margin))
-        a, b, k, span = rules.plan_layer(
-            self.code,
-            workload,
-            resident,
-            costs.c,
-            costs.g,
-            costs.t,
-            link_busy,
-            costs.r,
-            costs.h_cpu,
-            margin,
-            ids,
-        )
+        ids, fixed = self.scratch, (link_busy, costs.r, costs.h_cpu, margin, self.scratch)
+        if in_ram is None:
+            a, b, k, span = rules.plan_layer(
+                self.code, copies, workload, resident, costs.c, costs.g, costs.t, *fixed
+            )
+        else:
+            here = workload, resident, in_ram
+            a, b, k, span = placement_disk.plan_layer(
+                self.code, copies, *here, costs.c, costs.g, costs.t, costs.t_disk, *fixed
+            )
         return LayerPlan(ids[0, :a], ids[1, :b], ids[2, :k], span)
-
-    def _with_disk(self, workload, resident, in_ram, costs, link_busy, margin):
-        ids, c = self._scratch, costs
-        fixed = c.t, c.t_disk, link_busy, c.r, c.h_cpu, margin
-        a, b, k, span = placement_disk.plan_layer(
-            self.code, workload, resident, in_ram, c.c, c.g, *fixed, ids
-        )
-        return ids[0, :a], ids[1, :b], ids[2, :k], span
 
     def _optimal(self, workload, resident, costs, link_busy) -> LayerPlan:
         active, here = np.flatnonzero(workload), resident.astype(bool)

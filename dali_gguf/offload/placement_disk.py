@@ -103,13 +103,15 @@ def split_misses(in_ram, ids, w, n_miss):
 
 @njit(cache=True)
 def plan_layer(
-    code, workload, resident, in_ram, c, g, t, t_disk, link_busy, r, h_cpu, margin, scratch
+    code, copies, workload, resident, in_ram, c, g, t, t_disk, link_busy, r, h_cpu, margin, scratch
 ):
     """placement_rules.plan_layer; in_ram bool [E]: of the misses. Other rules than threshold place
     as if all misses were in RAM (their reads are the same on either side); the makespan is right
     for all."""
     ids, w, to_gpu = scratch[3:5], scratch[5:7], scratch[7:9].reshape(-1)
     n_miss, n_res = rules.split_workload(workload, resident, c.size - 1, ids, w)
+    if n_miss and not copies:
+        code = rules.STATIC_HOT
     n_ram = split_misses(in_ram, ids, w, n_miss)
     n_disk, miss, res = n_miss - n_ram, w[0], w[1]
     if code == rules.THRESHOLD:

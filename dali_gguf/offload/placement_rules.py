@@ -213,12 +213,17 @@ def split_workload(workload, resident, top, ids, w):
 
 
 @njit(cache=True)
-def plan_layer(code, workload, resident, c, g, t, link_busy, r, h_cpu, margin, scratch):
+def plan_layer(
+    code, copies, workload, resident, c, g, t, link_busy, r, h_cpu, margin, scratch
+):
     """One layer's plan in rows of scratch int64 [9, E]: 0 experts for the CPU, 1 residents for the
-    GPU, 2 copies in the order of copying. Returns (n_cpu, n_gpu, n_copy, makespan). Called from
-    Python it keeps the interpreter lock: getting that back takes longer than the plan."""
+    GPU, 2 copies in the order of copying. Returns (n_cpu, n_gpu, n_copy, makespan). copies False:
+    misses go to the CPU and residents stay. Called from Python it keeps the interpreter lock:
+    getting that back takes longer than the plan."""
     ids, w, to_gpu = scratch[3:5], scratch[5:7], scratch[7:9].reshape(-1)
     n_miss, n_res = split_workload(workload, resident, c.size - 1, ids, w)
+    if n_miss and not copies:
+        code = STATIC_HOT
     span = assign(code, w[0], n_miss, w[1], n_res, c, g, t, link_busy, r, h_cpu, margin, to_gpu)
     n_cpu, n_gpu, n_copy = deal(ids, n_miss, n_res, to_gpu, scratch)
     return n_cpu, n_gpu, n_copy, span

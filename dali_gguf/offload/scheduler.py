@@ -27,10 +27,12 @@ class Scheduler:
 
     def route(self, layer: int, h: Array, router: Router) -> Routing:
         """Which experts of the layer h [T, D] needs."""
-        (logits,) = self.device.matmul(h, router.weight)  # [T, E]
-        if router.bias is not None:
-            logits = self.device.add(logits, router.bias)
-        return self.device.route(logits, router.n_used, router.rule)
+        return self.device.route(self.logits(h, router), router.n_used, router.rule)
+
+    def logits(self, h: Array, router: Router) -> Array:
+        """[T, E]: what experts are chosen by."""
+        (logits,) = self.device.matmul(h, router.weight)
+        return logits if router.bias is None else self.device.add(logits, router.bias)
 
     def moe(self, layer: int, h: Array, routing: Routing) -> Array:
         """The experts' part of a layer. h [T, D] is the router's input too. Returns [T, D]."""

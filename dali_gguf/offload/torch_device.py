@@ -14,6 +14,8 @@ from dali_gguf import router
 from dali_gguf.device import RopeParams, Step
 from dali_gguf.errors import UnsupportedError
 from dali_gguf.offload import torch_attention, torch_moe
+from dali_gguf.offload.pair_table import PairTable
+from dali_gguf.offload.read_back import ReadBack
 from dali_gguf.offload.torch_attention import TorchKV
 from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
 from dali_gguf.offload.torch_weight import TorchWeight
@@ -27,6 +29,7 @@ class TorchDevice:
     def __init__(self, device: torch.device, fused: bool | None = None):
         self.device = device
         self._is_cpu = device.type == "cpu"
+        self.apart = not self._is_cpu  # its memory is not the host's
         self.name = str(device) if device.type == "cuda" else "cpu-torch"
         self.kernels = _triton(device, fused)
         self.weights: list[TorchWeight] = []
@@ -34,8 +37,9 @@ class TorchDevice:
         self._places: tuple[Array, Array] | None = None
         self._turn: tuple | None = None  # the rope and positions that _angles belongs to
         self._angles: tuple[Array, Array] | None = None
-        self._pairs: dict[int, torch_moe.PairTable] = {}  # by number of experts
+        self._pairs: dict[int, PairTable] = {}  # by number of experts
         self._experts: dict[int, torch_moe.DeviceExperts] = {}  # by layer
+        self._reader: ReadBack | None = None
         self._router = None  # kernels.route.route, from its first use on
 
     # ---- weights ---------------------------------------------------------------------------
@@ -74,10 +78,8 @@ class TorchDevice:
         return tuple(self._product(x, w) for w in weights)
 
     def _product(self, x: Array, w: TorchWeight) -> Array:
-        t = w.tensor
-        if self.kernels is not None and self.kernels.supports(t.type, t.cols):
-            return self.kernels.matmul(x, w.data, t.type, t.rows)
-        return F.linear(x, w.dense())
+        fused = None if self.kernels is None else w.fused(self.kernels)
+        return F.linear(x, w.dense()) if fused is None else self.kernels.matmul(x, w.data, fused)
 
     def batched_matmul(self, x: Array, weight: TorchWeight) -> Array:
         return torch.einsum("thn,hmn->thm", x, weight.dense())
@@ -196,19 +198,27 @@ class TorchDevice:
         """All experts of a step, copied to the device first: no slots, nothing is kept."""
         e = self.experts(experts)
         ids = np.flatnonzero(routing.workload)
-        at = np.arange(len(ids), dtype=np.int64) * e.layout.nbytes
         memory = torch.empty(len(ids) * e.layout.nbytes, dtype=torch.uint8, device=self.device)
-        for start, expert in zip(at.tolist(), ids.tolist()):
+        offsets = np.full(experts.n_expert, -1, np.int64)
+        for i, expert in enumerate(ids.tolist()):
+            start = offsets[expert] = i * e.layout.nbytes
             for m, tensor in zip(e.layout.matrices, experts.matrices(expert)):
                 place = memory[start + m.at : start + m.at + m.nbytes]
                 place.copy_(torch.from_numpy(np.array(tensor.data)))
-        return self.compute(x, memory, e, routing, ids, at)
+        return self.compute(x, memory, e, routing, ids, offsets)
 
     def experts(self, experts: LayerExperts) -> torch_moe.DeviceExperts:
         """Layout and biases of a layer's experts, made once."""
         if experts.layer not in self._experts:
             self._experts[experts.layer] = torch_moe.DeviceExperts(self.device, experts)
         return self._experts[experts.layer]
+
+    def pair_table(self, n_expert: int) -> PairTable:
+        """For layers with so many experts, made once."""
+        table = self._pairs.get(n_expert)
+        if table is None:
+            table = self._pairs[n_expert] = PairTable(self.device, n_expert, self.apart)
+        return table
 
     def compute(
         self,
@@ -217,19 +227,28 @@ class TorchDevice:
         e: torch_moe.DeviceExperts,
         routing: Routing,
         ids: np.ndarray,
-        at: np.ndarray,
+        offsets: np.ndarray,
     ) -> Array:
-        """The part of a layer that experts ids int64 [n] at byte offsets `at` of memory have."""
-        n_expert = routing.workload.size
-        table = self._pairs.get(n_expert)
-        if table is None:
-            table = self._pairs[n_expert] = torch_moe.PairTable(self.device, n_expert)
-        return torch_moe.compute(self.kernels, x, memory, e, table, routing, ids, at)
+        """The part of a layer that experts ids int64 [n] have, whose bytes lie in memory at
+        offsets int64 [E], by expert."""
+        table = self.pair_table(routing.workload.size)
+        return torch_moe.compute(self.kernels, x, memory, e, table, routing, ids, offsets)
 
     def to_host(self, x: Array) -> np.ndarray:
         """float32; on the CPU the same memory."""
         x = x if x.dtype == torch.float32 else x.float()
         return x.numpy() if self._is_cpu else x.cpu().numpy()
+
+    def read_back(self, *arrays: Array) -> list[np.ndarray]:
+        """As to_host, waiting once for all; valid until the call after the next one."""
+        if not self.apart:
+            return [self.to_host(x) for x in arrays]
+        if self._reader is None:
+            self._reader = ReadBack(self.device)
+        arrays = self._reader(*arrays)
+        for table in self._pairs.values():
+            table.waited()
+        return arrays
 
     def from_host(self, x: np.ndarray) -> Array:
         """On the CPU the same memory."""

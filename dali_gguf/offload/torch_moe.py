@@ -14,7 +14,9 @@ from torch import Tensor as Array
 from torch.nn import functional as F
 
 from dali_gguf.errors import UnsupportedError
-from dali_gguf.offload.expert_pairs import PairBuilder, Pairs
+from dali_gguf.offload.cuda_launch import is_plain
+from dali_gguf.offload.expert_pairs import Pairs
+from dali_gguf.offload.pair_table import PairTable
 from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
 from dali_gguf.offload.vram import aligned
 from dali_gguf.routing import LayerExperts, Routing
@@ -75,57 +77,28 @@ class DeviceExperts:
         self.biases = tuple(
             None if b is None else torch.from_numpy(np.array(b, np.float32)).to(device) for b in raw
         )
+        self._fused: tuple | None | bool = False  # not asked for yet
+        self.one_token = None  # expert_launch.OneToken, from the first such step on
 
+    def fused(self, kernels) -> tuple | None:
+        """(gate and up, down) as kernels.Matrices, None if there is no kernel for them. kernels:
+        the module triton_matmul."""
+        if self._fused is False:
+            self._fused = self._matrices(kernels)
+        return self._fused
 
-class PairTable:
-    """Tables of pairs on the device, and the host memory they are built in.
-
-    On a GPU the copies are asynchronous: a host buffer is written again only when the copy out of
-    it is done, and a few take turns so that this is never waited for. On the CPU both are one."""
-
-    TURNS = 4
-    STEP = 64  # numbers: copies are a multiple of it long, so that their views serve again
-
-    def __init__(self, device: torch.device, n_expert: int):
-        self.builder, self.device = PairBuilder(n_expert), device
-        self.turn, self.events = 0, []
-        self._grow(4096)
-
-    def _grow(self, size: int) -> None:
-        """size: a multiple of STEP."""
-        on_gpu = self.device.type == "cuda"
-        turns = self.TURNS if on_gpu else 1
-        if on_gpu:
-            torch.cuda.synchronize(self.device)
-            self.events = [torch.cuda.Event() for _ in range(turns)]
-        host = torch.empty((turns, size), dtype=torch.int64, pin_memory=on_gpu)
-        self.host, self._numbers = host, [row.numpy() for row in host]
-        self.table = torch.empty(size, dtype=torch.int64, device=self.device) if on_gpu else host[0]
-        self.floats = self.table.view(torch.float32)
-        self._views: dict[tuple[int, int], tuple[Array, Array]] = {}
-
-    def build(self, routing: Routing, experts: np.ndarray, at: np.ndarray) -> Pairs:
-        """The table for experts (int64 ids) at byte offsets `at`, on its way to the device."""
-        room = self.builder.room(len(experts), *routing.expert_ids.shape)
-        if room > self._numbers[0].size:
-            self._grow(-(-2 * room // self.STEP) * self.STEP)
-        turn = self.turn = (self.turn + 1) % len(self._numbers)
-        if self.events:
-            self.events[turn].synchronize()
-        self.builder.buffer = self._numbers[turn]
-        pairs = self.builder.build(routing.expert_ids, routing.weights, experts, at)
-        if self.events:
-            source, target = self._view(turn, -(-pairs.table.size // self.STEP) * self.STEP)
-            target.copy_(source, non_blocking=True)
-            self.events[turn].record()
-        return pairs
-
-    def _view(self, turn: int, size: int) -> tuple[Array, Array]:
-        """The first numbers of a host buffer, and of the table."""
-        views = self._views.get((turn, size))
-        if views is None:
-            views = self._views[turn, size] = self.host[turn, :size], self.table[:size]
-        return views
+    def _matrices(self, kernels) -> tuple | None:
+        g, u, d = matrices = self.layout.matrices
+        if g.kind != u.kind or not all(kernels.supports(m.kind, m.cols) for m in matrices):
+            return None
+        gate_bias, up_bias, down_bias = self.biases
+        activation = self.layout.activation
+        return (
+            kernels.Matrices(
+                g.kind, g.rows, g.cols, g.at, u.at, activation, gate_bias, up_bias
+            ),
+            kernels.Matrices(d.kind, d.rows, d.cols, d.at, bias=down_bias),
+        )
 
 
 def compute(
@@ -136,29 +109,23 @@ def compute(
     table: PairTable,
     routing: Routing,
     experts: np.ndarray,
-    at: np.ndarray,
+    offsets: np.ndarray,
 ) -> Array:
     """The weighted sum of these experts' outputs, float32 [T, D]; other experts count as zero.
 
     kernels: the module triton_matmul or None. x [T, D]; base: uint8, the memory with the slots;
-    experts int64 [n] with their byte offsets at int64 [n]."""
-    pairs = table.build(routing, experts, at)
-    lay = e.layout
-    fused = kernels is not None and lay.gate.kind == lay.up.kind
-    if fused and all(kernels.supports(m.kind, m.cols) for m in lay.matrices):
-        return _fused(kernels, x, base, e, kernels.Jobs(pairs, table.table, table.floats))
-    return _plain(x, base, e, pairs, routing)
-
-
-def _fused(kernels, x: Array, base: Array, e: DeviceExperts, jobs) -> Array:
-    g, u, d = e.layout.matrices
-    gate_bias, up_bias, down_bias = e.biases
-    up = kernels.Matrices(
-        base, g.kind, g.rows, g.cols, g.at, u.at, e.layout.activation, gate_bias, up_bias
-    )
-    h = kernels.grouped(x, up, jobs)  # [P, F]
-    down = kernels.Matrices(base, d.kind, d.rows, d.cols, d.at, bias=down_bias)
-    return kernels.combine(kernels.grouped(h, down, jobs, by_pair=True), jobs)
+    experts int64 [n]; offsets int64 [E]: of their bytes in base, by expert."""
+    one_token = len(routing.expert_ids) == 1
+    if one_token and e.one_token is not None and is_plain(x):
+        return e.one_token(x, base, table, routing, experts, offsets)
+    pairs = table.build(routing, experts, offsets)
+    fused = None if kernels is None else e.fused(kernels)
+    if fused is None:
+        return _plain(x, base, e, pairs, routing)
+    y = kernels.experts(x, base, *fused, pairs, table)
+    if one_token:
+        e.one_token = kernels.one_token(*fused, pairs.n_used, table)
+    return y
 
 
 def _plain(x: Array, base: Array, e: DeviceExperts, p: Pairs, routing: Routing) -> Array:

@@ -18,10 +18,11 @@ class TorchWeight:
     """A matrix [.., rows, cols] whose GGUF blocks lie on the device from their first product on
     (an embedding table that is only looked up stays in the file)."""
 
-    __slots__ = ("tensor", "device", "_data")
+    __slots__ = ("tensor", "device", "_data", "_fused")
 
     def __init__(self, tensor: Tensor, device: torch.device, data: Array | None = None):
         self.tensor, self.device, self._data = tensor, device, data
+        self._fused: object = False  # not asked for yet
 
     @property
     def data(self) -> Array:
@@ -37,6 +38,15 @@ class TorchWeight:
         else:
             place.copy_(self._data)
         self._data = place
+
+    def fused(self, kernels):
+        """It as kernels.Matrices; None if there is no kernel for it. kernels: the module
+        triton_matmul."""
+        if self._fused is False:
+            t = self.tensor
+            fits = kernels.supports(t.type, t.cols)
+            self._fused = kernels.Matrices(t.type, t.rows, t.cols) if fits else None
+        return self._fused
 
     def dense(self) -> Array:
         """float32 in the weight's shape."""

@@ -1,17 +1,20 @@
 """What a MoE layer's routing, decisions and launches cost besides its arithmetic, in decode.
 
-    python tests/benchmarks/layer_overhead.py [-n 48] [--share 0.4] [--thread] [--profile OUT]
+    python tests/benchmarks/layer_overhead.py [-n 48] [--share 0.4] [--thread] [--no-triton]
+                                              [--profile OUT]
 
 A made-up model of 48 layers, 128 experts, 8 of them used, with narrow matrices runs on cpu-torch,
 scheduled as on a GPU (--thread: as on cpu-torch, the CPU's part always in its own thread).
 Stubs stand in for the arithmetic of both sides, so that what is timed is the engine's own work; the
 CPU's stub sleeps as long as the cost model says. Medians over the layers of all steps:
-    route     router logits to experts, weights and workload
-    plan      who computes what: arrived copies settled, guesses judged, placement
-    start     copies ordered, the CPU's thread started if need be, the GPU's table of experts built
-    account   cache, prediction of the next layer; not the CPU's part
+    prepare   arrived copies settled, guesses not begun dropped: while the GPU works on the logits
+    launch    from the router's logits in main memory to the launch of the layer's residents:
+              routing, who computes what, the table of experts, and Triton's three kernels, on a
+              driver that does nothing (needs gcc; --no-triton: without them)
+    start     copies ordered, the CPU's thread started if need be
+    account   guesses judged, cache, prediction of the next layer; not the CPU's part
     finish    the CPU's output added, guesses and fills started; not the wait for the CPU
-What a Triton launch costs can only be seen on a GPU, and is not in here.
+What CUDA's driver itself takes for a launch can only be seen on a GPU, and is not in here.
 """
 
 import argparse
@@ -31,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch  # noqa: E402
 
 from dali_gguf.engine import Engine  # noqa: E402
-from dali_gguf.offload import cost, gpu_measure, torch_moe, vram  # noqa: E402
+from dali_gguf.offload import cost, expert_launch, gpu_measure, torch_moe, vram  # noqa: E402
 from dali_gguf.offload.cost import CostModel  # noqa: E402
 from tests.benchmarks.disk_model import STICKY, Shape, write_model  # noqa: E402
 
-SHAPE = Shape(n_embd=64, n_layer=48, n_head=2, n_head_kv=1, k_size=32, n_ff=32, n_vocab=2048,
+SHAPE = Shape(n_embd=64, n_layer=48, n_head=2, n_head_kv=1, k_size=32, n_ff=64, n_vocab=2048,
               kind=Q.Q8_0)  # fmt: skip
 WARM = 24  # steps before timing: compiled kernels, settled caches
-PHASES = ("route", "plan", "start", "account", "finish")
+PHASES = ("prepare", "launch", "start", "account", "finish")
 
 
 class StubCpu:
@@ -66,32 +69,36 @@ class Watch:
         self.samples: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self._ends: dict[str, float] = {}
         self._waited = {"start": 0.0, "account": 0.0, "finish": 0.0}
-        self._route(device)
-        self._end_of(scheduler, "_plan", "plan")
+        self._prepare(scheduler)
+        self._end_of(device, "read_back", "logits")
+        self._end_of(scheduler, "_decide", "launch")
+        self._end_of(scheduler, "_compute", "launch", first=True)
         self._end_of(scheduler, "_gpu_part", "start")
-        self._end_of(scheduler, "_account", "account")
+        self._end_of(scheduler.between, "account", "account")
         self._wait_of(scheduler.traffic.link, "wait", "start")
         self._wait_of(scheduler.cpu, "result", "finish")
         self._wait_of(scheduler.cpu, "run", "account")
         self._moe(scheduler)
 
-    def _route(self, device) -> None:
-        inner = device.route_host
+    def _prepare(self, scheduler) -> None:
+        inner = scheduler._enter
 
-        def route(*args):
+        def enter(*args):
+            self._ends.clear()
             started = time.perf_counter()
-            result = inner(*args)
-            self.samples["route"].append(1e6 * (time.perf_counter() - started))
-            return result
+            inner(*args)
+            self.samples["prepare"].append(1e6 * (time.perf_counter() - started))
 
-        device.route_host = route
+        scheduler._enter = enter
 
-    def _end_of(self, owner, name: str, phase: str) -> None:
+    def _end_of(self, owner, name: str, phase: str, first: bool = False) -> None:
+        """first: unless the phase has ended already."""
         inner = getattr(owner, name)
 
         def ended(*args, **named):
             result = inner(*args, **named)
-            self._ends[phase] = time.perf_counter()
+            if not (first and phase in self._ends):
+                self._ends[phase] = time.perf_counter()
             return result
 
         setattr(owner, name, ended)
@@ -111,33 +118,39 @@ class Watch:
         inner = scheduler.moe
 
         def moe(*args):
-            before = time.perf_counter()
             self._waited = dict.fromkeys(self._waited, 0.0)
             result = inner(*args)
             self._ends["finish"] = time.perf_counter()
+            before = self._ends["logits"]
             for phase in PHASES[1:]:
-                took = self._ends[phase] - before - self._waited.get(phase, 0.0)
-                self.samples[phase].append(1e6 * took)
-                before = self._ends[phase]
+                end = self._ends.get(phase, before)  # nothing to launch
+                self.samples[phase].append(1e6 * (end - before - self._waited.get(phase, 0.0)))
+                before = end
             return result
 
         scheduler.moe = moe
 
 
-def stub_arithmetic(engine: Engine, cpu_us: float) -> None:
-    """The GPU's part still builds its table of experts, as for real kernels."""
+def stub_arithmetic(engine: Engine, cpu_us: float, kernels) -> None:
+    """The GPU's part still builds its table of experts, and launches them if there are kernels
+    (triton_matmul)."""
     part, nothing = engine.scheduler.cpu, torch.zeros(1, SHAPE.n_embd)
+    compute = torch_moe.compute
 
-    def compute(kernels, x, base, e, table, routing, experts, at):
-        table.build(routing, experts, at)
+    def launched(_, x, base, e, table, *what):
+        if kernels is None:
+            table.build(*what)
+        else:
+            compute(kernels, x, base, e, table, *what)
         return nothing
 
-    torch_moe.compute = compute
+    torch_moe.compute, result = launched, expert_launch.OneToken.result
+    expert_launch.OneToken.result = lambda *args: (result(*args), nothing)[1]
     part.cpu.close()
     part.cpu = StubCpu(cpu_us)
 
 
-def open_engine(path: Path, share: float, thread: bool = False) -> Engine:
+def open_engine(path: Path, share: float, thread: bool = False, kernels=None) -> Engine:
     """A part `share` of the experts resident; all features always on; costs that stay as they are,
     so that both sides and the link have work in most layers."""
     cost.GAIN = 0.0
@@ -154,8 +167,8 @@ def open_engine(path: Path, share: float, thread: bool = False) -> Engine:
     engine = Engine(path, device="cpu-torch", threads=1, n_ctx=1024)
     scheduler = engine.scheduler
     scheduler.launches = not thread
-    scheduler.choices = replace(scheduler.choices, adapt=False)
-    stub_arithmetic(engine, float(costs.costs.c[1]))
+    scheduler.step.choices = replace(scheduler.choices, adapt=False)
+    stub_arithmetic(engine, float(costs.costs.c[1]), kernels)
     return engine
 
 
@@ -169,8 +182,19 @@ def decode(engine: Engine, n: int, first: int) -> list[float]:
     return times
 
 
-def measure(path: Path, n: int, share: float, thread: bool, profile: str | None) -> None:
-    with open_engine(path, share, thread) as engine:
+def launching(folder: Path):
+    """The module of kernels, with a driver that does nothing."""
+    from dali_gguf.offload import triton_matmul
+    from tests import null_driver
+
+    null_driver.Notes(folder, noting=False)
+    return triton_matmul
+
+
+def measure(path: Path, n: int, share: float, thread: bool, triton: bool,
+            profile: str | None) -> None:
+    kernels = launching(path.parent) if triton else None
+    with open_engine(path, share, thread, kernels) as engine:
         decode(engine, WARM, 0)
         if profile:
             with cProfile.Profile() as profiler:
@@ -185,9 +209,7 @@ def measure(path: Path, n: int, share: float, thread: bool, profile: str | None)
     medians = {phase: statistics.median(watch.samples[phase]) for phase in PHASES}
     for phase, us in medians.items():
         print(f"{phase:>10} {us:7.1f} us, mean {statistics.fmean(watch.samples[phase]):7.1f}")
-    launch = sum(medians[phase] for phase in PHASES[:3])
-    print(f"route + plan + start {launch:.1f} us a layer; all {sum(medians.values()):.1f} us; "
-          f"a step {1e3 * step:.1f} ms")  # fmt: skip
+    print(f"all {sum(medians.values()):.1f} us a layer; a step {1e3 * step:.1f} ms")
     names = ("hits", "misses", "on_cpu", "on_gpu", "copied", "prefetched", "fills", "adopted")
     print("a layer: " + ", ".join(f"{name} {done[name]:.2f}" for name in names))
 
@@ -199,13 +221,14 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=48)
     parser.add_argument("--share", type=float, default=0.4)
     parser.add_argument("--thread", action="store_true")
+    parser.add_argument("--no-triton", action="store_true")
     parser.add_argument("--profile")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layers.gguf"
         write_model(path, SHAPE, STICKY)
-        measure(path, args.n, args.share, args.thread, args.profile)
+        measure(path, args.n, args.share, args.thread, not args.no_triton, args.profile)
 
 
 if __name__ == "__main__":
