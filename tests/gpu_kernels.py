@@ -51,12 +51,16 @@ def kernels_are_right(device) -> None:
             x = np.random.default_rng(1).normal(size=(n_token, cols)).astype(np.float32)
             data = torch.from_numpy(weight.data.copy()).to(device)
             matrices = triton_matmul.Matrices(kind, 70, cols)
-            ours = triton_matmul.matmul(torch.from_numpy(x).to(device), data, matrices)
+            given = torch.from_numpy(x).to(device)
+            launched = triton_matmul.matmul(given, data, matrices)  # by Triton
+            ours = triton_matmul.matmul(given, data, matrices)  # as it was kept
             dense = quants.dequantize(weight.data.reshape(70, -1), kind)
             exact = x.astype(np.float64) @ dense.astype(np.float64).T
             error = np.abs(ours.cpu().numpy() - exact).max() / np.abs(exact).max()
             limit = 2e-5 if n_token <= triton_matmul.VECTOR_ROWS else 3e-3  # half precision
-            check(error < limit, f"kernel {kind.name:5s} {n_token:2d} tokens: error {error:.1e}")
+            same = bool((ours == launched).all())
+            what = f"kernel {kind.name:5s} {n_token:2d} tokens: error {error:.1e}"
+            check(error < limit and same, what + ("" if same else ", launches DIFFER"))
 
 
 def bandwidth(device) -> None:
