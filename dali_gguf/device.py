@@ -7,6 +7,7 @@ E experts, A experts used per token, F n_ff_exp. Arrays are float32, and belong 
 be views that are not contiguous.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +57,9 @@ class Device(Protocol):
     def weight(self, tensor: Tensor) -> Any:
         """A handle that this device's matmul, embed and rms_norm take (a CPU returns the
         Tensor)."""
+
+    def inference(self) -> AbstractContextManager:
+        """Around every step: nothing that is needed for training is kept."""
 
     def vector(self, tensor: Tensor) -> Array:
         """A small tensor (norm, bias, sinks) dequantized to float32 in its own shape."""

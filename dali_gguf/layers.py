@@ -213,10 +213,11 @@ class Model:
 
     def forward(self, run: Pass, rows: slice | None = slice(None)) -> Array | None:
         """Logits [R, n_vocab] of the step's tokens in `rows`; None: only the cache is wanted."""
-        if rows == slice(None) and self._replays.suits(run.step.size, run.scheduler):
-            plain = lambda step: self._plain(replace(run, step=step))  # noqa: E731
-            return self._replays(run.step, run.cache, run.scheduler, plain)
-        return self._plain(run, rows)
+        with self.device.inference():
+            if rows == slice(None) and self._replays.suits(run.step.size, run.scheduler):
+                plain = lambda step: self._plain(replace(run, step=step))  # noqa: E731
+                return self._replays(run.step, run.cache, run.scheduler, plain)
+            return self._plain(run, rows)
 
     def _plain(self, run: Pass, rows: slice | None = slice(None)) -> Array | None:
         """Operation by operation."""
@@ -229,9 +230,10 @@ class Model:
 
     def first_bad_layer(self, run: Pass) -> int | None:
         """The first layer that gives NaN or infinity for the step, or None: the output layer."""
-        x = self.device.embed(run.step.ids, self.embedding)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, run)
-            if not np.isfinite(self.device.to_host(x)).all():
-                return i
+        with self.device.inference():
+            x = self.device.embed(run.step.ids, self.embedding)
+            for i, layer in enumerate(self.layers):
+                x = layer(x, run)
+                if not np.isfinite(self.device.to_host(x)).all():
+                    return i
         return None

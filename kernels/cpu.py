@@ -1,5 +1,7 @@
 """The CPU as a device: dali_gguf/device.py's operations on numpy arrays, in Numba kernels."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 
 from dali_gguf.device import RopeParams, Step
@@ -57,6 +59,9 @@ class CpuDevice:
         return out
 
     # ---- steps that are run again
+
+    def inference(self) -> AbstractContextManager:
+        return nullcontext()
 
     def start_recording(self, step: Step) -> Program | None:
         """From here on operations leave lines in a program; its own step has to be used. None in a

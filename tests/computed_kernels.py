@@ -17,6 +17,8 @@ def at(address: int, size: int, kind) -> np.ndarray:
 def run(name: str, a: dict) -> None:
     if name == "combine_kernel":
         _combine(a)
+    elif name == "rope_kernel":
+        _rope(a)
     else:
         _grouped(a, at(a["x_scale"], _x_rows(a), np.float32) if name == "dot_kernel" else None)
 
@@ -64,3 +66,19 @@ def _combine(a: dict) -> None:
     pairs = at(a["pairs"], (int(place.max()) + 1) * cols, np.float32).reshape(-1, cols)
     out = at(a["out"], n_token * cols, np.float32).reshape(n_token, cols)
     out[:] = np.einsum("ta,tad->td", weights, pairs[np.maximum(place, 0)])
+
+
+def _rope(a: dict) -> None:
+    (n_token, n_head, _), size, half = a["grid"], a["size"], a["HALF"]
+    x, out = (at(a[k], n_token * n_head * size, np.float32) for k in ("x", "out"))
+    x, out = (v.reshape(n_token, n_head, size) for v in (x, out))
+    if a["NORM"]:
+        scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(a["EPS"]))
+        x = x * scale * at(a["weight"], size, np.float32)
+    c, s = (at(a[k], n_token * half, np.float32).reshape(n_token, 1, half) for k in ("cos", "sin"))
+    pairs = x[..., : 2 * half]
+    turned = a["INTERLEAVED"]
+    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if turned else np.split(pairs, 2, -1)
+    both = first * c - second * s, second * c + first * s
+    together = np.stack(both, -1).reshape(pairs.shape) if turned else np.concatenate(both, -1)
+    out[:] = np.concatenate([together, x[..., 2 * half :]], -1)

@@ -52,8 +52,8 @@ def kernels_are_right(device) -> None:
             data = torch.from_numpy(weight.data.copy()).to(device)
             matrices = triton_matmul.Matrices(kind, 70, cols)
             given = torch.from_numpy(x).to(device)
-            launched = triton_matmul.matmul(given, data, matrices)  # by Triton
-            ours = triton_matmul.matmul(given, data, matrices)  # as it was kept
+            launched = triton_matmul.matmul(given, (data, matrices))[0]  # by Triton
+            ours = triton_matmul.matmul(given, (data, matrices))[0]  # as it was kept
             dense = quants.dequantize(weight.data.reshape(70, -1), kind)
             exact = x.astype(np.float64) @ dense.astype(np.float64).T
             error = np.abs(ours.cpu().numpy() - exact).max() / np.abs(exact).max()

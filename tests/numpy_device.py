@@ -4,6 +4,7 @@ Weights are dequantized with gguf-py, whole matrices at a time, and kept (tests 
 Shapes as in dali_gguf/device.py.
 """
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
@@ -74,6 +75,9 @@ class NumpyDevice:
     def add(self, x, y):
         x += y
         return x
+
+    def inference(self):
+        return nullcontext()
 
     def start_recording(self, step):
         return None

@@ -157,7 +157,7 @@ def unaligned(notes):
     base, m = torch.zeros(1 << 16, dtype=torch.uint8), tm.Matrices(Q.Q8_0, ROWS, WIDTH)
     x = torch.ones(WIDTH + 1)
     for start in (1, 0, 1, 0):
-        tm.matmul(x[start : start + WIDTH].view(1, WIDTH), base, m)
+        tm.matmul(x[start : start + WIDTH].view(1, WIDTH), (base, m))
     noted = notes.take()
     functions = [launch.function for launch in noted]
     assert functions[0] == functions[2] != functions[1] == functions[3]
@@ -196,11 +196,11 @@ def errors(notes):
 
     base, m = torch.zeros(1 << 16, dtype=torch.uint8), tm.Matrices(Q.Q8_0, ROWS, WIDTH)
     x = torch.ones(1, WIDTH)
-    tm.matmul(x, base, m)
+    tm.matmul(x, (base, m))
     for code in (2, 700):
         notes.set("failing", code)
         with pytest.raises(RuntimeError, match="out of memory" if code == 2 else "700") as raised:
-            tm.matmul(x, base, m)
+            tm.matmul(x, (base, m))
         assert out_of_memory(raised.value) == (code == 2)
 
 

@@ -11,6 +11,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from dali_gguf.device import RopeParams  # noqa: E402
 from dali_gguf.offload import triton_matmul as tm  # noqa: E402
 from dali_gguf.offload.torch_device import TorchDevice  # noqa: E402
 from dali_gguf.offload.triton_blocks import LAYOUTS  # noqa: E402
@@ -40,7 +41,7 @@ def test_one_matrix(kind, n_token):
     weight = random_tensor(kind, (70, cols), seed=int(kind))
     x = np.random.default_rng(1).normal(size=(n_token, cols)).astype(np.float32)
     matrices, data = tm.Matrices(kind, 70, cols), torch.from_numpy(weight.data.copy())
-    ours = tm.matmul(torch.from_numpy(x), data, matrices).numpy()
+    ours = tm.matmul(torch.from_numpy(x), (data, matrices))[0].numpy()
     exact = x.astype(np.float64) @ dequantize(weight).astype(np.float64).T
     assert np.abs(ours - exact).max() < 2e-5 * np.abs(exact).max()
 
@@ -83,3 +84,21 @@ def test_large_activations_do_not_overflow_half_precision():
     scaled, scale = tm.half_rows(torch.tensor([[1e6, -3.0, 0.0], [0.0, 0.0, 0.0]]))
     back = scaled.half().float() * scale[:, None]
     assert torch.allclose(back, torch.tensor([[1e6, -3.0, 0.0], [0.0, 0.0, 0.0]]), rtol=1e-2)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size,n_rot", [(16, 16), (24, 16), (24, 10)])
+def test_rope(size, n_rot, interleaved, normed):
+    """Heads whose size is no power of two, some turned in part."""
+    rng = np.random.default_rng(0)
+    inv_freq = (1 / 10000 ** (np.arange(n_rot // 2) * 2 / n_rot)).astype(np.float32)
+    params = RopeParams(n_rot, interleaved, inv_freq, 1.2)
+    x, weight = rng.normal(size=(5, 3, size)).astype(np.float32), rng.random(size, np.float32)
+    positions = np.array([0, 1, 7, 900, 4000], np.int32)
+    device = TorchDevice(torch.device("cpu"), fused=True)
+    given = torch.from_numpy(x)
+    ours = device.rope(given, positions, params, (torch.from_numpy(weight), 1e-6) if normed else None)
+    assert np.array_equal(given.numpy(), x), "the input stays as it is"
+    exact = NumpyDevice().rope(x, positions, params, (weight, 1e-6) if normed else None)
+    assert np.abs(ours.numpy() - exact).max() < 1e-5 * np.abs(exact).max()

@@ -33,6 +33,17 @@ def launch_grouped(entry, launch, stream, x, base, table, n_jobs, out):
 
 
 @njit(cache=True)
+def launch_products(entry, launches, stream, x, bases, table, outs):
+    """Launches of vector_kernel for a matrix each: tuples of Launches' numbers, of where the
+    matrices lie and of where the results go."""
+    code = np.int32(0)
+    for i in range(len(launches)):
+        one = launch_grouped(entry, launches[i], stream, x, bases[i], table, 1, outs[i])
+        code = code or one
+    return code
+
+
+@njit(cache=True)
 def launch_experts(entry, up, down, total, stream, x, base, table, out, h, y, n_jobs, at_place,
                    at_weights, n_token):
     """Three Launches: vector_kernel twice, combine_kernel. h, y: what is in between."""

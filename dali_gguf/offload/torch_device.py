@@ -5,6 +5,8 @@ Triton is there; otherwise the matrix is dequantized first, which is slower but 
 Arrays are float32 torch tensors. Shapes as in dali_gguf/device.py.
 """
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 import torch
 from torch import Tensor as Array
@@ -16,7 +18,7 @@ from dali_gguf.errors import UnsupportedError
 from dali_gguf.offload import torch_attention, torch_moe
 from dali_gguf.offload.pair_table import PairTable
 from dali_gguf.offload.read_back import ReadBack
-from dali_gguf.offload.torch_attention import TorchKV
+from dali_gguf.offload.torch_attention import Places, TorchKV
 from dali_gguf.offload.torch_dequantize import DECODERS, dequantize
 from dali_gguf.offload.torch_weight import TorchWeight
 from dali_gguf.routing import LayerExperts, Routing
@@ -34,13 +36,17 @@ class TorchDevice:
         self.kernels = _triton(device, fused)
         self.weights: list[TorchWeight] = []
         self._step: Step | None = None  # the step that _places belongs to
-        self._places: tuple[Array, Array] | None = None
+        self._places: Places | None = None
         self._turn: tuple | None = None  # the rope and positions that _angles belongs to
         self._angles: tuple[Array, Array] | None = None
         self._pairs: dict[int, PairTable] = {}  # by number of experts
         self._experts: dict[int, torch_moe.DeviceExperts] = {}  # by layer
+        self._ropes: dict = {}  # launches of kernels.rope
         self._reader: ReadBack | None = None
         self._router = None  # kernels.route.route, from its first use on
+
+    def inference(self) -> AbstractContextManager:
+        return torch.inference_mode()  # views cost half as much
 
     # ---- weights ---------------------------------------------------------------------------
 
@@ -75,11 +81,17 @@ class TorchDevice:
     # ---- products --------------------------------------------------------------------------
 
     def matmul(self, x: Array, *weights: TorchWeight) -> tuple[Array, ...]:
+        if self.kernels is not None:
+            fused = [w.fused(self.kernels) for w in weights]
+            if None not in fused:
+                return self.kernels.matmul(x, *((w.data, m) for w, m in zip(weights, fused)))
         return tuple(self._product(x, w) for w in weights)
 
     def _product(self, x: Array, w: TorchWeight) -> Array:
         fused = None if self.kernels is None else w.fused(self.kernels)
-        return F.linear(x, w.dense()) if fused is None else self.kernels.matmul(x, w.data, fused)
+        if fused is None:
+            return F.linear(x, w.dense())
+        return self.kernels.matmul(x, (w.data, fused))[0]
 
     def batched_matmul(self, x: Array, weight: TorchWeight) -> Array:
         return torch.einsum("thn,hmn->thm", x, weight.dense())
@@ -99,9 +111,11 @@ class TorchDevice:
 
     def rope(self, x: Array, positions: np.ndarray, params: RopeParams,
              norm: tuple[Array, float] | None = None) -> Array:
+        cos, sin = self._cos_sin(positions, params)
+        if self.kernels is not None and x.is_contiguous():
+            return self.kernels.rope(x, cos, sin, params, norm, self._ropes)
         x = x if norm is None else self.rms_norm(x, *norm)
         n = params.n_rot
-        cos, sin = self._cos_sin(positions, params)
         part = x[..., :n]
         if params.interleaved:
             a, b = part[..., 0::2], part[..., 1::2]
@@ -159,25 +173,23 @@ class TorchDevice:
         v_size: int = 0,
     ) -> Array:
         if self._step is not step:  # once a step, not once a layer
-            self._step, self._places = (
-                step,
-                (self._index(step.sequences), self._index(step.positions)),
-            )
-        cache.store(layer, *self._places, k, v)
+            self._step, self._places = step, Places(step, self.device)
+        places = self._places
+        cache.store(layer, places, k, v)
         out = [
             torch_attention.attend(
                 q[a:b],
                 cache,
                 layer,
-                int(step.sequences[a]),
+                seq,
                 step.positions[a:b],
-                self._places[1][a:b],
+                places.positions[a:b],
                 scale,
                 window,
                 sinks,
                 v_size,
             )
-            for a, b in torch_attention.runs(step.sequences)
+            for a, b, seq in places.stretches
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -254,9 +266,6 @@ class TorchDevice:
         """On the CPU the same memory."""
         x = torch.from_numpy(np.ascontiguousarray(x))
         return x if self._is_cpu else x.to(self.device)
-
-    def _index(self, ids: np.ndarray) -> Array:
-        return torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
 
     def close(self) -> None:
         self._experts, self._pairs, self._places, self._angles = {}, {}, None, None

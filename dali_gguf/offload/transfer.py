@@ -147,6 +147,7 @@ class Link:
         """Copies not yet begun."""
         return len(self._queue)
 
+    @torch.inference_mode()  # as in the steps, where views of the targets are made
     def _run(self) -> None:
         while not self._closed:
             self._wake.get()

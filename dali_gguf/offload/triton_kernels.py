@@ -136,3 +136,30 @@ def combine_kernel(pairs, jobs, weights, at_place, at_weights, out, n_used, cols
         row = tl.load(pairs + tl.maximum(place, 0) * cols + d, mask=d < cols, other=0.0)
         acc += tl.where(place >= 0, weight, 0.0) * row
     tl.store(out + t.to(tl.int64) * cols + d, acc, mask=d < cols)
+
+
+@triton.jit
+def rope_kernel(x, weight, cos, sin, out, n_head, size, HALF: tl.constexpr, NORM: tl.constexpr,
+                EPS: tl.constexpr, INTERLEAVED: tl.constexpr, B: tl.constexpr):
+    """out = x [T, H, size], each head normalized first (NORM: RMS, times weight [size]), its first
+    2 * HALF dimensions turned by cos, sin [T, HALF]. B: a power of two from size up."""
+    t = tl.program_id(0).to(tl.int64)
+    head = (t * n_head + tl.program_id(1)) * size
+    i, d = tl.arange(0, B // 2), tl.arange(0, B)
+    first = 2 * i if INTERLEAVED else i
+    second = 2 * i + 1 if INTERLEAVED else i + HALF
+    turned, rest = i < HALF, (d >= 2 * HALF) & (d < size)
+    a = tl.load(x + head + first, mask=turned, other=0.0)
+    b = tl.load(x + head + second, mask=turned, other=0.0)
+    tail = tl.load(x + head + d, mask=rest, other=0.0)
+    if NORM:
+        total = tl.sum(a * a + b * b, axis=0) + tl.sum(tail * tail, axis=0)
+        scale = 1 / tl.sqrt(total / size + EPS)
+        a *= scale * tl.load(weight + first, mask=turned, other=0.0)
+        b *= scale * tl.load(weight + second, mask=turned, other=0.0)
+        tail *= scale * tl.load(weight + d, mask=rest, other=0.0)
+    c = tl.load(cos + t * HALF + i, mask=turned, other=0.0)
+    s = tl.load(sin + t * HALF + i, mask=turned, other=0.0)
+    tl.store(out + head + first, a * c - b * s, mask=turned)
+    tl.store(out + head + second, b * c + a * s, mask=turned)
+    tl.store(out + head + d, tail, mask=rest)

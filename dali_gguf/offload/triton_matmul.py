@@ -21,11 +21,13 @@ from dali_gguf.offload.expert_launch import (
     OneToken,
     launch_experts,
     launch_grouped,
+    launch_products,
 )
 from dali_gguf.offload.expert_pairs import Pairs
 from dali_gguf.offload.pair_table import Jobs, PairTable
 from dali_gguf.offload.triton_blocks import LAYOUTS
 from dali_gguf.offload.triton_kernels import combine_kernel, dot_kernel, vector_kernel
+from dali_gguf.offload.triton_rope import rope  # noqa: F401  part of what a device calls
 
 VECTOR_ROWS = 4  # more rows of x than this for one matrix: tl.dot
 
@@ -192,6 +194,17 @@ def _dense_jobs(n_token: int, device: torch.device) -> Jobs:
     return Jobs(pairs, on_device, on_device.view(torch.float32), on_device.data_ptr())
 
 
-def matmul(x: Tensor, base: Tensor, m: Matrices) -> Tensor:
-    """x [T, cols] times the transpose of a matrix [rows, cols] in base, uint8: [T, rows]."""
-    return grouped(x, base, m, _dense_jobs(len(x), x.device))
+def matmul(x: Tensor, *weights: tuple[Tensor, Matrices]) -> tuple[Tensor, ...]:
+    """x [T, cols] times the transpose of each matrix [rows, cols], (base, uint8; what it is):
+    [T, rows] each."""
+    jobs, key = _dense_jobs(len(x), x.device), (len(x), False)
+    kept = [m.kept.get(key) for _, m in weights]
+    if not (all(kept) and is_plain(x)):
+        return tuple(grouped(x, base, m, jobs) for base, m in weights)
+    outs = tuple(x.new_empty(len(x), m.rows) for _, m in weights)
+    launches = tuple(launch.numbers for launch in kept)
+    bases = tuple(base.data_ptr() for base, _ in weights)
+    at = tuple(out.data_ptr() for out in outs)
+    stream = kept[0].stream()
+    check(launch_products(kept[0].entry, launches, stream, x.data_ptr(), bases, jobs.address, at))
+    return outs
