@@ -21,7 +21,7 @@ CHECKS = ("of_a_matrix", "of_a_layer", "unaligned", "what_is_not_kept", "errors"
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_launches(check, tmp_path):
-    """In a process of its own: the other tests have Triton's interpreter, which launches nothing."""
+    """In a process of its own: the other tests have Triton's interpreter, without launches."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     code = f"from tests import test_cuda_launch as t; t.{check}(t.notes({str(tmp_path)!r}))"
@@ -232,8 +232,10 @@ def decided_at_once(notes):
         product = rng.normal(size=(1, N_EXPERT * (1 + i % 2))).astype(np.float32)
         layer = DecodeLayer(rule, add, e.one_token, planner, routings)
         notes.take()
-        routing, plan, y = layer(product, x, now, memory, offsets, table)
+        routing, plan, y = layer(product, x, now, memory, offsets, table, event=i % 3)
         ours, numbers = notes.take(), table.table.numpy().copy()
+        if ours and i % 3:
+            assert (ours[0].function, ours.pop(0).stream) == (-(i % 3), 7), "before all kernels"
         logits = product[:, :N_EXPERT] + (0 if add is None else add)
         expected = route(np.ascontiguousarray(logits), USED, rule)
         assert all(np.array_equal(a, b) for a, b in zip(routing, expected))

@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch")
 from dali_gguf.device import RopeParams, Step  # noqa: E402
 from dali_gguf.errors import InputError, UnsupportedError  # noqa: E402
 from dali_gguf.offload import torch_attention  # noqa: E402
+from dali_gguf.offload.pair_table import TURNS, PairTable  # noqa: E402
+from dali_gguf.offload.read_back import ReadBack  # noqa: E402
 from dali_gguf.offload.torch_device import TorchDevice  # noqa: E402
 from dali_gguf.router import RouterRule  # noqa: E402
 from dali_gguf.routing import LayerExperts, Routing  # noqa: E402
@@ -210,3 +212,30 @@ def test_fused_attention_is_the_same(n_token):
     seen = torch_attention._seen(places, 0, 9, 4 if n_token > 1 else 0)
     exact = torch_attention._block(q, k, v, seen, 0.3, None)
     close(torch_attention.fused_block(q, k, v, seen, 0.3), exact.numpy(), 1e-5)
+
+
+def test_what_is_read_back_stays_for_one_more_call():
+    read, shapes = ReadBack(torch.device("cpu")), ((1, 3), (2, 2), (40, 50), (1, 1))
+    given = [[torch.from_numpy(normal(*s, seed=i + 9 * j)) for j, s in enumerate(shapes)]
+             for i in range(5)]  # fmt: skip
+    kept = []
+    for arrays in given:
+        kept.append(read(*arrays))
+        for back, sent in zip(kept[-2:], given[len(kept) - len(kept[-2:]) :]):
+            assert all(np.array_equal(a, b.numpy()) for a, b in zip(back, sent))
+
+
+def test_a_table_is_not_written_while_it_may_be_read(monkeypatch):
+    """Host memory of a table is used again only after the device has been waited for."""
+    waits, table = [], PairTable(torch.device("cpu"), 6, apart=True)
+    monkeypatch.setattr(PairTable, "_wait", lambda t: (waits.append(1), t.waited()))
+    routing, offsets = random_routing(2), np.arange(6, dtype=np.int64)
+    built = [table.build(routing, np.arange(6), offsets + 6 * i) for i in range(TURNS)]
+    assert not waits and len({id(pairs.table) for pairs in built}) == TURNS
+    assert [int(pairs.table[0]) for pairs in built] == [6 * i for i in range(TURNS)]
+    table.waited()
+    for _ in range(TURNS):
+        table.build(routing, np.arange(6), offsets)
+    assert not waits
+    table.build(routing, np.arange(6), offsets + 5)
+    assert waits == [1] and int(table.table[0]) == 5

@@ -98,7 +98,8 @@ def test_rope(size, n_rot, interleaved, normed):
     positions = np.array([0, 1, 7, 900, 4000], np.int32)
     device = TorchDevice(torch.device("cpu"), fused=True)
     given = torch.from_numpy(x)
-    ours = device.rope(given, positions, params, (torch.from_numpy(weight), 1e-6) if normed else None)
+    norm = (torch.from_numpy(weight), 1e-6) if normed else None
+    ours = device.rope(given, positions, params, norm)
     assert np.array_equal(given.numpy(), x), "the input stays as it is"
     exact = NumpyDevice().rope(x, positions, params, (weight, 1e-6) if normed else None)
     assert np.abs(ours.numpy() - exact).max() < 1e-5 * np.abs(exact).max()

@@ -23,11 +23,11 @@ OUT_OF_MEMORY = 2
 I32, I64 = ir.IntType(32), ir.IntType(64)
 
 
-@lru_cache(maxsize=1)
-def driver_entry() -> int:
-    """Address of cuLaunchKernel, 0 without a driver."""
+@lru_cache(maxsize=8)
+def entry_of(function: str) -> int:
+    """Address of a function of CUDA's driver, 0 without one."""
     try:
-        return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+        return ctypes.cast(getattr(ctypes.CDLL("libcuda.so.1"), function), ctypes.c_void_p).value
     except (OSError, AttributeError):
         return 0
 
@@ -58,6 +58,28 @@ def run(entry, launch):
     )  # fmt: skip
 
 
+def _call(n: int):
+    """An intrinsic: calls the function at an address with n 64-bit arguments: CUresult."""
+
+    def codegen(context, b, signature, args):
+        kind = ir.FunctionType(I32, [I64] * n)
+        return b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int32(*[types.int64] * (n + 1)), codegen
+
+
+@intrinsic
+def copy_to_device(context, entry, to, source, nbytes, stream):
+    """cuMemcpyHtoDAsync."""
+    return _call(4)
+
+
+@intrinsic
+def record_event(context, entry, event, stream):
+    """cuEventRecord."""
+    return _call(2)
+
+
 class Launch:
     """A compiled kernel and its arguments. numbers int64: FUNCTION .. PARAMETERS; for each changing
     argument where among the numbers its value is; the addresses of all values; the values, of which
@@ -70,7 +92,7 @@ class Launch:
         set before each launch. The device is the one that is current now."""
         from triton.runtime import driver
 
-        self.entry, self.made = driver_entry(), made
+        self.entry, self.made = entry_of("cuLaunchKernel"), made
         active = driver.active
         self._stream, self._device = active.get_current_stream, active.get_current_device()
         at_pointers = HEAD + len(changing)
@@ -119,7 +141,7 @@ def suits(made) -> bool:
                "profile_scratch_size", "tensordesc_meta")  # fmt: skip
     if any(getattr(m, name, None) for name in special) or getattr(m, "num_ctas", 1) != 1:
         return False
-    if not isinstance(signature, dict) or not driver_entry():
+    if not isinstance(signature, dict) or not entry_of("cuLaunchKernel"):
         return False
     kinds = [k for k in signature.values() if k != "constexpr"]
     known = all(k[0] == "*" or k in ("i32", "i64") for k in kinds)

@@ -28,7 +28,7 @@ TURNS = 4  # layers after which a Routing's arrays are written again
 @njit(cache=True)
 def _decide(product, add, scoring, normalize, scale, bias, ids, weights, workload,
             code, copies, here, c, g, t, busy, r, h_cpu, margin, scratch,
-            fixed, up, down, total, stream, x, base, table, out, offsets, job_of, buffer):
+            fixed, event, up, down, total, stream, x, base, table, out, offsets, job_of, buffer):
     """route_rows, plan_layer, launch_one_token for the residents among the experts. product
     [1, E or more]: logits first; add [E] to them, or empty. Returns what plan_layer returns and the
     driver's answer."""
@@ -36,13 +36,12 @@ def _decide(product, add, scoring, normalize, scale, bias, ids, weights, workloa
     if add.size:
         logits = logits + add
     route_rows(logits, scoring, normalize, scale, bias, ids, weights, workload)
-    plan = plan_layer(
-        code, copies, workload, here, c, g, t, busy, r, h_cpu, margin, scratch
-    )
+    plan = plan_layer(code, copies, workload, here, c, g, t, busy, r, h_cpu, margin, scratch)
     answer = np.int32(0)
     if plan[1]:
-        answer = launch_one_token(fixed, up, down, total, stream, x, base, table, out, ids, weights,
-                                  scratch[1, : plan[1]], offsets, job_of, buffer)  # fmt: skip
+        experts = scratch[1, : plan[1]]
+        answer = launch_one_token(fixed, event, up, down, total, stream, x, base, table, out, ids,
+                                  weights, experts, offsets, job_of, buffer)  # fmt: skip
     return *plan, answer
 
 
@@ -88,17 +87,18 @@ class DecodeLayer:
         self._launch, self._planner, self._routings = launch, planner, routings
 
     def __call__(self, product: np.ndarray, x: Tensor, now: Situation, base: Tensor,
-                 offsets: np.ndarray, table: PairTable) -> Decided:
+                 offsets: np.ndarray, table: PairTable, event: int) -> Decided:
         """product float32 [1, E or more]: the router's for x [1, D], which is contiguous and
-        aligned. base: the device's slots; offsets int64 [E]: of this layer's experts in it."""
+        aligned. base: the device's slots; offsets int64 [E]: of this layer's experts in it. event:
+        recorded before the first kernel; 0: none."""
         routing, launch, planner = self._routings.next(), self._launch, self._planner
         out, costs = launch.result(x), now.costs
         a, b, k, span, answer = _decide(
             product, *self._rule, *routing,
             planner.code, now.copies, now.here, costs.c, costs.g, costs.t, now.busy_us, costs.r,
             costs.h_cpu, now.margin, planner.scratch,
-            *launch.fixed, launch.stream(), x.data_ptr(), base.data_ptr(), table.address,
-            out.data_ptr(), offsets, table.job_of, table.next_buffer(),
+            launch.fixed, event, *launch.launches, launch.stream(), x.data_ptr(), base.data_ptr(),
+            table.address, out.data_ptr(), offsets, table.job_of, table.next_buffer(),
         )  # fmt: skip
         check(answer)
         ids = planner.scratch

@@ -4,16 +4,22 @@ For a step of one token, which is most of decoding, the table of its experts is 
 as well: one call from Python in all.
 """
 
-import ctypes
-from functools import lru_cache
-
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from torch import Tensor
 
-from dali_gguf.offload.cuda_launch import GRID_X, GRID_Y, HEAD, STREAM, Launch, check, run
+from dali_gguf.offload.cuda_launch import (
+    GRID_X,
+    GRID_Y,
+    HEAD,
+    STREAM,
+    Launch,
+    check,
+    copy_to_device,
+    entry_of,
+    record_event,
+    run,
+)
 from dali_gguf.offload.expert_pairs import fill_table
 from dali_gguf.offload.pair_table import PairTable
 from dali_gguf.routing import Routing
@@ -56,53 +62,37 @@ def launch_experts(entry, up, down, total, stream, x, base, table, out, h, y, n_
     return code or run(entry, total)
 
 
-@intrinsic
-def _copy_to_device(context, entry, to, source, nbytes, stream):
-    """cuMemcpyHtoDAsync at the address entry: CUresult."""
-    i32, i64 = ir.IntType(32), ir.IntType(64)
-
-    def codegen(context, b, signature, args):
-        kind = ir.FunctionType(i32, [i64] * 4)
-        return b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
-
-    return types.int32(*[types.int64] * 5), codegen
-
-
 @njit(cache=True)
-def launch_one_token(fixed, up, down, total, stream, x, base, table, out, expert_ids, weights,
-                     experts, offsets, job_of, buffer):
-    """Builds the table in buffer, sends it and launches. fixed: of OneToken."""
-    entry, copy, h, y = fixed[0], fixed[1], fixed[2], fixed[3]
+def launch_one_token(fixed, event, up, down, total, stream, x, base, table, out, expert_ids,
+                     weights, experts, offsets, job_of, buffer):
+    """Builds the table in buffer, sends it, records the event (0: none) and launches. fixed: of
+    OneToken."""
+    entry, copy, record, h, y = fixed[0], fixed[1], fixed[2], fixed[3], fixed[4]
     n_pairs, _ = fill_table(expert_ids, weights, experts, offsets, job_of, buffer)
     n_jobs, n_used = experts.size, expert_ids.shape[1]
     at_place = 3 * n_jobs + 1 + n_pairs
     code = np.int32(0)
     if copy:
         nbytes = 8 * (at_place + n_used + (n_used + 1) // 2)
-        code = _copy_to_device(copy, table, buffer.ctypes.data, nbytes, stream)
+        code = copy_to_device(copy, table, buffer.ctypes.data, nbytes, stream)
+    if event:
+        code = code or record_event(record, event, stream)
     return code or launch_experts(entry, up, down, total, stream, x, base, table, out, h, y, n_jobs,
                                   at_place, at_place + n_used, 1)  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def copy_entry() -> int:
-    """Address of cuMemcpyHtoDAsync."""
-    library = ctypes.CDLL("libcuda.so.1")
-    return ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value
-
-
 class OneToken:
-    """What a layer's experts are launched with in a step of one token: fixed, up, down and total of
-    launch_one_token."""
+    """What a layer's experts are launched with in a step of one token: fixed and launches (up,
+    down, total) of launch_one_token."""
 
     def __init__(self, up: Launch, down: Launch, total: Launch, table: PairTable,
                  space: tuple[Tensor, Tensor]):
         """total: of combine_kernel. space: for what is in between, a row for each used expert."""
         self._cols, self._space, self.stream = space[1].shape[1], space, up.stream
-        copy = copy_entry() if table.apart else 0
-        fixed = np.array([up.entry, copy, *(s.data_ptr() for s in space)], np.int64)
-        self.fixed = fixed, up.numbers, down.numbers, total.numbers
-        self._launches = up, down, total  # their numbers' addresses are in use
+        copy = entry_of("cuMemcpyHtoDAsync_v2") if table.apart else 0
+        entries = up.entry, copy, entry_of("cuEventRecord")
+        self.fixed = np.array([*entries, *(s.data_ptr() for s in space)], np.int64)
+        self.launches = up.numbers, down.numbers, total.numbers
 
     def result(self, x: Tensor) -> Tensor:
         """Memory [1, D] for what comes out."""
@@ -115,5 +105,6 @@ class OneToken:
         where = x.data_ptr(), base.data_ptr(), table.address, out.data_ptr()
         step = routing.expert_ids, routing.weights, experts, offsets
         memory = table.job_of, table.next_buffer()
-        check(launch_one_token(*self.fixed, self.stream(), *where, *step, *memory))
+        launches, stream = self.launches, self.stream()
+        check(launch_one_token(self.fixed, 0, *launches, stream, *where, *step, *memory))
         return out

@@ -16,15 +16,31 @@ class GpuTimer:
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             turns = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(2)]
+            for event in turns[0] + turns[1]:
+                event.record()  # from then on it has a handle
         else:
             turns = [[0.0] * 3, [0.0] * 3]
         self._marks, self._before = turns
         self._last, self._last_before = 1, 1  # which mark is the end
 
     def begin(self) -> None:
+        self._turn()
+        self._mark(0)
+
+    def begin_event(self) -> int:
+        """Instead of begin: handle of the event to be recorded before the first launch, if there is
+        one (0: none is needed); then begun."""
+        self._soon = time.perf_counter()
+        return self._before[0].cuda_event if self.on_gpu else 0
+
+    def begun(self) -> None:
+        self._turn()
+        if not self.on_gpu:
+            self._marks[0] = self._soon
+
+    def _turn(self) -> None:
         self._marks, self._before = self._before, self._marks
         self._last_before, self._last = self._last, 1
-        self._mark(0)
 
     def residents_done(self) -> None:
         self._mark(1)

@@ -113,8 +113,6 @@ class HybridScheduler(Scheduler):
             self._enter(row, tokens)
             if tokens == 1 and self.ram is None and not self.traffic.pending:
                 quick = self.decoders.find(layer, h, router, paired is not None)
-            if quick is not None:
-                self.times.gpu_begins()
             host, product = self.device.read_back(h, product)
             if quick is not None:
                 decided = self._decide(row, quick, h, product)
@@ -136,7 +134,10 @@ class HybridScheduler(Scheduler):
         copies = traffic.slots.spare(row) > 0 and "copies" in self.step.on
         now = Situation(traffic.here, model.costs, traffic.busy_us(model), self.step.margin, copies)
         slots, table = traffic.slots, self.device.pair_table(traffic.here.size)
-        decided = quick(product, h, now, slots.memory, slots.place[row], table)
+        event = self.times.begin_event()
+        decided = quick(product, h, now, slots.memory, slots.place[row], table, event)
+        if decided.y is not None:
+            self.times.gpu_has_begun()
         self._plan_us = (time.perf_counter() - began) * 1e6
         return decided
 

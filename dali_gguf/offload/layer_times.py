@@ -15,8 +15,8 @@ SAMPLE = 4  # a correction of the costs takes time: each layer makes one in ever
 
 
 class _Layer:
-    """workload int64 [n] of the device's residents; None: the device had nothing to do. begun: the
-    timer was started for it all the same."""
+    """workload int64 [n] of the device's residents; None: the device had nothing to do. begun: its
+    timer has been started."""
 
     __slots__ = ("row", "workload", "cpu_us", "begun")
 
@@ -41,10 +41,19 @@ class LayerTimes:
         self._last, self._now = self._now, _Layer(row)
 
     def gpu_begins(self) -> None:
-        """Something may be launched; a second call in a layer does nothing."""
+        """The first launch follows, unless it was made already."""
         if not self._now.begun:
             self._now.begun = True
             self.timer.begin()
+
+    def begin_event(self) -> int:
+        """For a first launch that records the time itself: as GpuTimer.begin_event."""
+        return self.timer.begin_event()
+
+    def gpu_has_begun(self) -> None:
+        """It has recorded the time."""
+        self._now.begun = True
+        self.timer.begun()
 
     def residents_done(self, workload: np.ndarray) -> None:
         """workload int64 [n]: of the residents that were computed."""
