@@ -13,10 +13,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dali_gguf.errors import InputError
 from dali_gguf.routing import LayerExperts, Routing
 from dali_gguf.tensor import Tensor
 
 Array = Any
+MOST_THREADS = 512  # as in ggml; a system gives out some thousands and then fails
+
+
+def check_threads(threads: int) -> None:
+    """InputError for more than a CPU device takes."""
+    if threads > MOST_THREADS:
+        raise InputError(f"{threads} threads: expected at most {MOST_THREADS}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dali_gguf import models
 from dali_gguf.closing import close_all
-from dali_gguf.device import Device, Step
+from dali_gguf.device import Device, Step, check_threads
 from dali_gguf.errors import InputError, NumericError
 from dali_gguf.gguf_file import GGUFFile
 from dali_gguf.layers import Pass
@@ -49,6 +49,7 @@ class EngineOptions:
         for name, value in counts.items():
             if type(value) is not int or value < 1:
                 raise InputError(f"{name} is {value!r}; expected a whole number of at least 1")
+        check_threads(self.threads or 1)
         if type(self.n_ctx) is not int or self.n_ctx < 0:
             raise InputError(
                 f"n_ctx is {self.n_ctx!r}; expected a whole number (0: the model's own context)"

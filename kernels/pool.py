@@ -16,14 +16,13 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
 
-from dali_gguf.errors import InputError
+from dali_gguf.device import check_threads
 from dali_gguf.kernels import isa
 from dali_gguf.kernels.simd import I64, OPTIONS, call, jit
 
 # words of the shared state, each on a cache line of its own (8 words)
 GENERATION, WORK, JOB, STOP, DONE, COUNT, PHASE, CHUNK, RESTING = (8 * i for i in range(9))
 STATE_WORDS = 72 + 8 * 8
-MOST_THREADS = 512  # as in ggml; a system gives out some thousands and then fails
 SPIN = 2000  # rounds before yielding: about 50 us with the pause instruction
 IDLE = 20_000  # rounds before a worker without work naps: some milliseconds
 
@@ -179,8 +178,7 @@ class Pool:
 
     def __init__(self, threads: int | None = None):
         self.threads = threads or physical_cores()
-        if self.threads > MOST_THREADS:
-            raise InputError(f"{threads} threads: expected at most {MOST_THREADS}")
+        check_threads(self.threads)
         self._words = np.zeros(STATE_WORDS, np.int64)
         start = -(-self._words.ctypes.data // 64) * 64
         self.state = start  # 64-byte aligned

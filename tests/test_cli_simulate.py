@@ -113,6 +113,7 @@ def test_own_sizes_and_csv(trace_path, tmp_path, capsys):
             "hardware profile 'gtx1' is unknown: choose one of rtx3060",
         ),
         (["TRACE", "--scale-to", "gpt2"], "model size 'gpt2' is unknown"),
+        (["--report", "--scale-to", "gpt2"], "model size 'gpt2' is unknown"),
         (["TRACE", "--placement", "best"], "placement 'best' is unknown: choose one of threshold"),
         (["TRACE", "--prefetch", "magic"], "prefetch 'magic' is unknown: choose one of residual"),
         (["TRACE", "--expert-cache", "arc"], "expert cache 'arc' is unknown: choose one of static"),

@@ -104,8 +104,13 @@ def test_counts_of_earlier_runs_fill_the_arena(path, monkeypatch):
         assert engine.scheduler.counts.stored is None
         tokens(engine, 20)
     assert not kept.exists(), "too short a run to keep"
-    with limited(path, monkeypatch, 0.5) as engine:
-        tokens(engine, 80)
+    engine = limited(path, monkeypatch, 0.5)
+    tokens(engine, 80)
+    close = engine.scheduler.arena.close
+    monkeypatch.setattr(engine.scheduler.arena, "close", lambda: close() or [][0])
+    with pytest.raises(IndexError):
+        engine.close()
+    assert kept.exists(), "kept whatever else goes wrong"
     with limited(path, monkeypatch, 0.5) as engine:
         counts = engine.scheduler.counts.stored
         assert counts.tokens >= 80 and (counts.counts.sum(1) == counts.tokens * TINY.n_used).all()

@@ -34,6 +34,7 @@ def test_impossible_prompts(engine, ids, expected):
     [
         {"n_batch": 0},
         {"threads": -1},
+        {"threads": 513},
         {"n_seq": "2"},
         {"n_ctx": -5},
         {"kv_type": "f8"},

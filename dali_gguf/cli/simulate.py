@@ -77,9 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_names(args)
     machine = hardware_profile.hardware(args.hardware)
-    recorded = traces.load(args.trace) if args.trace else recorded_trace(args)
     scale = args.scale_to or ("qwen3-30b" if args.report else None)
-    model = hardware_profile.shape(scale) if scale else sim.shape_of(recorded)
+    scaled = hardware_profile.shape(scale) if scale else None
+    recorded = traces.load(args.trace) if args.trace else recorded_trace(args)
+    model = scaled or sim.shape_of(recorded)
     share = args.resident / 100
     if args.vram is not None:
         share = sim.share_of_budget(machine, model, args.vram, args.batch)

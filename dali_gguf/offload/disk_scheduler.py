@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from dali_gguf.closing import close_all
 from dali_gguf.device import Array, Device
 from dali_gguf.offload.arena import ExpertArena
 from dali_gguf.offload.arena_stats import ArenaStats
@@ -121,6 +122,9 @@ class DiskScheduler(Scheduler):
         return self.arena.stats()
 
     def close(self) -> None:
-        self.arena.close()
+        close_all(self.arena.close, self._save)
+
+    def _save(self) -> None:
+        """What was learned, for later runs."""
         if self.counts is not None:
             self.counts.save(self.look_ahead.means())
