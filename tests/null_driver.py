@@ -7,6 +7,7 @@ gcc. What it is asked to launch is in `Notes`; nothing runs, unless the test has
 import ctypes
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-HAS_GCC = shutil.which("gcc") is not None
+HEADER = Path(sysconfig.get_path("include")) / "Python.h"  # for Triton's launcher
+CAN_COMPILE = shutil.which("gcc") is not None and HEADER.exists()
 TARGET = GPUTarget("cuda", 86, 32)
 STREAM = 7
 MOST, PARAMETERS = 64, 16  # launches that are noted, and parameters of one; Triton adds some
@@ -118,6 +120,7 @@ class Notes:
         include = Path(nvidia.__file__).parent / "include"
         options = ("-shared", "-fPIC", "-O2", f"-I{include}", "-Wl,-soname,libcuda.so.1")
         subprocess.run(["gcc", *options, "-o", str(library), str(source)], check=True)
+        (folder / "libcuda.so").symlink_to(library)  # older Tritons link by this name
         self._library = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
         self.set("noting", noting)
         nvidia.libcuda_dirs = lambda: [str(folder)]

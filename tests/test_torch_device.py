@@ -1,5 +1,7 @@
 """Every operation of the torch device against the numpy oracle, float32 on the CPU."""
 
+import sys
+
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
@@ -239,3 +241,12 @@ def test_a_table_is_not_written_while_it_may_be_read(monkeypatch):
     assert not waits
     table.build(routing, np.arange(6), offsets + 5)
     assert waits == [1] and int(table.table[0]) == 5
+
+
+@pytest.mark.parametrize("version,there", [("3.2.0", False), ("3.3.1", True), ("4.0.0", True)])
+def test_a_triton_that_is_too_old_is_not_used(monkeypatch, version, there):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    assert (TorchDevice(torch.device("cpu"), fused=True).kernels is not None) == there
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not there
+    assert TorchDevice(torch.device("cpu"), fused=True).kernels is None

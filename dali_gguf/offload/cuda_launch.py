@@ -141,8 +141,10 @@ def suits(made) -> bool:
                "profile_scratch_size", "tensordesc_meta")  # fmt: skip
     if any(getattr(m, name, None) for name in special) or getattr(m, "num_ctas", 1) != 1:
         return False
-    if not isinstance(signature, dict) or not entry_of("cuLaunchKernel"):
+    arguments = getattr(getattr(made.src, "fn", None), "arg_names", None)
+    if not arguments or list(signature or ()) != list(arguments):  # before 3.3 some are left out
         return False
     kinds = [k for k in signature.values() if k != "constexpr"]
     known = all(k[0] == "*" or k in ("i32", "i64") for k in kinds)
-    return known and len(kinds) <= _n_parameters(made) <= len(kinds) + 2
+    fits = known and len(kinds) <= _n_parameters(made) <= len(kinds) + 2
+    return fits and entry_of("cuLaunchKernel") != 0

@@ -125,9 +125,13 @@ class GpuTier:
                 f"experts, KV cache and scratch take {needed}; running on the CPU"
             )
             return None
-        from dali_gguf.offload.torch_device import TorchDevice
+        from dali_gguf.offload.torch_device import OLDEST_TRITON, TorchDevice
 
-        return cls(TorchDevice(device), threads, options, room, plan_of)
+        opened = TorchDevice(device)
+        if device.type == "cuda" and opened.kernels is None:
+            least = ".".join(map(str, OLDEST_TRITON))
+            say(f"Triton {least} or newer is not there, and without it the GPU computes slowly")
+        return cls(opened, threads, options, room, plan_of)
 
     def room_beside(self, room: Room) -> Room:
         """Of main memory. What stands in for GPU memory on the CPU comes from the same machine; a

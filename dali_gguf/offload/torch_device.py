@@ -25,6 +25,9 @@ from dali_gguf.routing import LayerExperts, Routing
 from dali_gguf.tensor import Tensor
 
 
+OLDEST_TRITON = (3, 3)  # torch 2.7's; earlier ones do not compile the kernels
+
+
 class TorchDevice:
     """device: where everything lies. fused: Triton kernels (None: where they can run)."""
 
@@ -273,11 +276,15 @@ class TorchDevice:
 
 
 def _triton(device: torch.device, fused: bool | None):
-    """The module of fused kernels, or None: not wanted, Triton missing, or nothing to run it."""
+    """The module of fused kernels, or None: not wanted, or no Triton that compiles them."""
     if fused is False or (fused is None and device.type != "cuda"):
         return None
     try:
-        from dali_gguf.offload import triton_matmul
+        import triton
     except ImportError:
         return None
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        return None
+    from dali_gguf.offload import triton_matmul
+
     return triton_matmul
