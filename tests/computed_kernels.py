@@ -19,6 +19,8 @@ def run(name: str, a: dict) -> None:
         _combine(a)
     elif name == "rope_kernel":
         _rope(a)
+    elif name == "norm_kernel":
+        _norm(a)
     else:
         _grouped(a, at(a["x_scale"], _x_rows(a), np.float32) if name == "dot_kernel" else None)
 
@@ -82,3 +84,10 @@ def _rope(a: dict) -> None:
     both = first * c - second * s, second * c + first * s
     together = np.stack(both, -1).reshape(pairs.shape) if turned else np.concatenate(both, -1)
     out[:] = np.concatenate([together, x[..., 2 * half :]], -1)
+
+
+def _norm(a: dict) -> None:
+    n, size = a["grid"][0], a["size"]
+    x, out = (at(a[k], n * size, np.float32).reshape(n, size) for k in ("x", "out"))
+    scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(a["EPS"]))
+    out[:] = x * scale * at(a["weight"], size, np.float32)

@@ -66,7 +66,7 @@ CUresult cuModuleLoadData(CUmodule *m, const void *image) CALL(*m = (CUmodule)2)
 CUresult cuModuleGetFunction(CUfunction *f, CUmodule m, const char *name)
     CALL(*f = (CUfunction)(size_t)++functions;
          parameters[functions] = strstr(name, "vector") ? 14 : strstr(name, "dot") ? 15 :
-             strstr(name, "rope") ? 7 : 8)
+             strstr(name, "rope") ? 7 : strstr(name, "norm") ? 4 : 8)
 CUresult cuFuncGetAttribute(int *p, CUfunction_attribute a, CUfunction f)
     CALL(*p = a == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0)
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) CALL()

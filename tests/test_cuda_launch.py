@@ -300,3 +300,4 @@ def the_same_tokens(notes):
             total = scheduler.counters.total
             assert len(decided) > 2 * TINY.n_layer and total("on_gpu") > 0 < total("on_cpu")
             assert not (beside and scheduler.verifier.failed)
+            assert {key[0] for key in engine.device._kept} == {"rope", "norm"}

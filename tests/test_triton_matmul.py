@@ -103,3 +103,13 @@ def test_rope(size, n_rot, interleaved, normed):
     assert np.array_equal(given.numpy(), x), "the input stays as it is"
     exact = NumpyDevice().rope(x, positions, params, (weight, 1e-6) if normed else None)
     assert np.abs(ours.numpy() - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 2, 24)])
+def test_rms_norm(shape):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=shape).astype(np.float32), rng.random(shape[-1], np.float32)
+    device = TorchDevice(torch.device("cpu"), fused=True)
+    ours = device.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-6).numpy()
+    exact = NumpyDevice().rms_norm(x, weight, 1e-6)
+    assert ours.shape == shape and np.abs(ours - exact).max() < 1e-5 * np.abs(exact).max()

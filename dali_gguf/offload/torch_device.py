@@ -44,7 +44,7 @@ class TorchDevice:
         self._angles: tuple[Array, Array] | None = None
         self._pairs: dict[int, PairTable] = {}  # by number of experts
         self._experts: dict[int, torch_moe.DeviceExperts] = {}  # by layer
-        self._ropes: dict = {}  # launches of kernels.rope
+        self._kept: dict = {}  # launches of kernels.rope and rms_norm
         self._reader: ReadBack | None = None
         self._router = None  # kernels.route.route, from its first use on
 
@@ -110,13 +110,15 @@ class TorchDevice:
     # ---- elementwise -----------------------------------------------------------------------
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        if self.kernels is not None and x.is_contiguous():
+            return self.kernels.rms_norm(x, weight, eps, self._kept)
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def rope(self, x: Array, positions: np.ndarray, params: RopeParams,
              norm: tuple[Array, float] | None = None) -> Array:
         cos, sin = self._cos_sin(positions, params)
         if self.kernels is not None and x.is_contiguous():
-            return self.kernels.rope(x, cos, sin, params, norm, self._ropes)
+            return self.kernels.rope(x, cos, sin, params, norm, self._kept)
         x = x if norm is None else self.rms_norm(x, *norm)
         n = params.n_rot
         part = x[..., :n]

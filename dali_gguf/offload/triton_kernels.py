@@ -163,3 +163,13 @@ def rope_kernel(x, weight, cos, sin, out, n_head, size, HALF: tl.constexpr, NORM
     tl.store(out + head + first, a * c - b * s, mask=turned)
     tl.store(out + head + second, b * c + a * s, mask=turned)
     tl.store(out + head + d, tail, mask=rest)
+
+
+@triton.jit
+def norm_kernel(x, weight, out, size, EPS: tl.constexpr, B: tl.constexpr):
+    """out = RMSNorm of x [N, size], times weight [size]. B: a power of two from size up."""
+    row, d = tl.program_id(0).to(tl.int64) * size, tl.arange(0, B)
+    v = tl.load(x + row + d, mask=d < size, other=0.0)
+    scale = 1 / tl.sqrt(tl.sum(v * v, axis=0) / size + EPS)
+    w = tl.load(weight + d, mask=d < size, other=0.0)
+    tl.store(out + row + d, v * scale * w, mask=d < size)

@@ -26,8 +26,8 @@ from dali_gguf.offload.expert_launch import (
 from dali_gguf.offload.expert_pairs import Pairs
 from dali_gguf.offload.pair_table import Jobs, PairTable
 from dali_gguf.offload.triton_blocks import LAYOUTS
+from dali_gguf.offload.triton_elementwise import rms_norm, rope  # noqa: F401  for the device
 from dali_gguf.offload.triton_kernels import combine_kernel, dot_kernel, vector_kernel
-from dali_gguf.offload.triton_rope import rope  # noqa: F401  part of what a device calls
 
 VECTOR_ROWS = 4  # more rows of x than this for one matrix: tl.dot
 
