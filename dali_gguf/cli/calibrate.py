@@ -8,7 +8,6 @@ from dali_gguf.cli.run import compile_kernels
 from dali_gguf.engine import Engine
 from dali_gguf.offload import cost_store, devices
 from dali_gguf.offload.calibrate import calibrate
-from dali_gguf.offload.gpu_tier import gpu_name
 
 HELP = "measure this machine for DALI's cost model"
 
@@ -45,6 +44,7 @@ def open_gpu(device):
     """(TorchDevice, its name), or (None, "") for the CPU alone."""
     if device is None:
         return None, ""
+    from dali_gguf.offload.gpu_measure import gpu_name
     from dali_gguf.offload.torch_device import TorchDevice
 
     return TorchDevice(device), gpu_name(device)

@@ -11,7 +11,6 @@ import torch
 from dali_gguf.device import Device
 from dali_gguf.offload import cost_store, disk_forecast
 from dali_gguf.offload.cost import CostModel
-from dali_gguf.offload.gpu_tier import gpu_name
 from dali_gguf.offload.resident import read_experts
 from dali_gguf.offload.torch_device import TorchDevice
 from dali_gguf.offload.transfer import FILL, Copy, Link
@@ -152,6 +151,11 @@ class Probe:
     def _copy(self, i: int) -> Copy:
         expert, place = i % self.experts.n_expert, i % self.together
         return Copy(0, expert, 0, FILL, self._parts(expert, place * self.e.layout.nbytes))
+
+
+def gpu_name(device: torch.device) -> str:
+    """How it is called in cost profiles."""
+    return "torch on the CPU" if device.type != "cuda" else torch.cuda.get_device_name(device)
 
 
 def _median(timed: Callable[[int, int], float], n: int, w: int) -> float:

@@ -283,12 +283,3 @@ class GpuTier:
         from dali_gguf.offload import gpu_routers
 
         return gpu_routers.predictor(kind, self.device, model, config.experts.n_used, known)
-
-
-def gpu_name(device) -> str:
-    """How the torch.device is called in cost profiles."""
-    if device.type != "cuda":
-        return "torch on the CPU"
-    import torch
-
-    return torch.cuda.get_device_name(device)
