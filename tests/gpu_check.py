@@ -102,7 +102,7 @@ def told(r, prefill: float, decode: float) -> str:
     """A run's figures."""
     c = r.scheduler.counters
     hits, plan = c.total("hits") / c.total("uses"), c.total("plan_us") / c.total("steps")
-    kept = sum(e.one_token is not None for e in map(r.device.experts, r.scheduler.experts.values()))
+    kept = sum(bool(e.one_token) for e in map(r.device.experts, r.scheduler.experts.values()))
     return (
         f"prefill {prefill:7.1f}, decode {decode:6.1f} tokens/s, {hits:4.0%} hits, "
         f"route, plan and launch {plan:5.1f} us a layer ({kept} of {len(r.scheduler.experts)} in "

@@ -15,16 +15,19 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not there", allow_module_level=True)
 
 WIDTH, ROWS, USED, N_EXPERT = 64, 96, 3, 8
-CHECKS = ("of_a_matrix", "of_a_layer", "unaligned", "what_is_not_kept", "errors", "decided_at_once",
-          "the_same_tokens")  # fmt: skip
+CHECKS = "of_a_matrix", "of_a_layer", "after_measuring", "unaligned", "what_is_not_kept", "errors"
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_launches(check, tmp_path):
+    run_apart("test_cuda_launch", check, tmp_path)
+
+
+def run_apart(module, check, folder):
     """In a process of its own: the other tests have Triton's interpreter, without launches."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path)
-    code = f"from tests import test_cuda_launch as t; t.{check}(t.notes({str(tmp_path)!r}))"
+    env["TRITON_CACHE_DIR"] = str(folder)
+    code = f"from tests import {module} as t; t.{check}(t.notes({str(folder)!r}))"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True)
     if done.returncode == 77:
@@ -145,7 +148,33 @@ def of_a_layer(notes):
             assert [v for v, k in zip(one[5], kinds) if k == "i"] == [
                 v for v, k in zip(its_one[5], kinds) if k == "i"
             ]
-    assert [device.experts(experts).one_token is not None for experts in layers] == [True, True]
+    assert [set(device.experts(experts).one_token) for experts in layers] == [{USED}, {USED}]
+
+
+def after_measuring(notes):
+    """Costs are measured with other numbers of experts a token, on the same layer."""
+    from dali_gguf.offload.gpu_measure import Probe
+    from dali_gguf.offload.torch_device import TorchDevice
+    from tests import computed_kernels
+
+    notes.compute(computed_kernels.run)
+    experts, plain = layer_experts(1), TorchDevice(torch.device("cpu"))
+    device = TorchDevice(torch.device("cpu"), fused=True)
+    probe = Probe(device, None, experts)
+    for n in (4, 1, 4, 1):
+        probe.gpu_us(n, 1)
+    x, memory = torch.ones(1, WIDTH), torch.from_numpy(probe.memory.numpy().copy())
+    for seed in range(6):
+        ids = np.random.default_rng(seed).permutation(probe.together)[None, :USED].astype(np.int32)
+        weights = np.full((1, USED), 0.3, np.float32)
+        routing = type(routing_of(1))(ids, weights, np.bincount(ids[0], minlength=N_EXPERT))
+        used = np.flatnonzero(routing.workload)
+        ours, exact = (
+            d.compute(x, memory, d.experts(experts), routing, used, probe.offsets)
+            for d in (device, plain)
+        )
+        assert (ours - exact).abs().max() < 1e-4 * exact.abs().max()
+    assert set(device.experts(experts).one_token) == {1, USED, 4}
 
 
 def unaligned(notes):
@@ -205,99 +234,3 @@ def errors(notes):
         with pytest.raises(RuntimeError, match="out of memory" if code == 2 else "700") as raised:
             tm.matmul(x, (base, m))
         assert out_of_memory(raised.value) == (code == 2)
-
-
-def decided_at_once(notes):
-    """Routing, plan, table and launches are those of the parts that are there for any step."""
-    from dali_gguf.kernels.route import route
-    from dali_gguf.offload.cost import CostModel
-    from dali_gguf.offload.decode_layer import DecodeLayer, Routings, Situation
-    from dali_gguf.offload.placement import Planner
-    from dali_gguf.offload.torch_device import TorchDevice
-    from dali_gguf.router import RouterRule
-
-    experts, rng = layer_experts(1), np.random.default_rng(0)
-    device = TorchDevice(torch.device("cpu"), fused=True)
-    e, table = device.experts(experts), device.pair_table(N_EXPERT)
-    memory, x = torch.zeros(1 << 16, dtype=torch.uint8), torch.ones(1, WIDTH)
-    offsets = rng.permutation(N_EXPERT) * 4096
-    device.compute(x, memory, e, routing_of(1), np.flatnonzero(routing_of(1).workload), offsets)
-    costs = CostModel([1, 2], [50, 90], [20, 30], copy_us=70, r=0.7).costs
-    routings, seen = Routings(N_EXPERT, USED), set()
-    for i in range(60):
-        scoring = ("softmax", "sigmoid", "softmax_after")[i % 3]
-        correction = rng.normal(size=N_EXPERT).astype(np.float32) if i % 2 else None
-        rule = RouterRule(scoring=scoring, normalize=i % 4 > 1, scale=1.5, bias=correction)
-        add = rng.normal(size=N_EXPERT).astype(np.float32) if i % 5 == 0 else None
-        planner = Planner(("threshold", "greedy", "all-cpu", "static-hot")[i // 2 % 4], N_EXPERT)
-        here = (rng.random(N_EXPERT) < rng.choice([0.0, 0.5, 1.0])).astype(np.uint8)
-        now = Situation(here, costs, float(i), 0.05, copies=i % 7 > 0)
-        product = rng.normal(size=(1, N_EXPERT * (1 + i % 2))).astype(np.float32)
-        layer = DecodeLayer(rule, add, e.one_token, planner, routings)
-        notes.take()
-        routing, plan, y = layer(product, x, now, memory, offsets, table, event=i % 3)
-        ours, numbers = notes.take(), table.table.numpy().copy()
-        if ours and i % 3:
-            assert (ours[0].function, ours.pop(0).stream) == (-(i % 3), 7), "before all kernels"
-        logits = product[:, :N_EXPERT] + (0 if add is None else add)
-        expected = route(np.ascontiguousarray(logits), USED, rule)
-        assert all(np.array_equal(a, b) for a, b in zip(routing, expected))
-        its = Planner(planner_name(planner), N_EXPERT).plan(
-            expected.workload, here, costs, now.busy_us, now.margin, None, now.copies
-        )
-        assert all(np.array_equal(a, b) for a, b in zip(plan, its))
-        seen |= {("gpu", plan.gpu.size > 0), ("cpu", plan.cpu.size > 0), ("copy", plan.copy.size)}
-        assert (y is not None) == (plan.gpu.size > 0) == (len(ours) == 3)
-        if y is not None:
-            device.compute(x, memory, e, expected, plan.gpu, offsets)
-            used = 3 * plan.gpu.size + 1 + plan.gpu.size + USED
-            assert (numbers[:used] == table.table.numpy()[:used]).all()
-            for one, other, kinds in zip(ours, notes.take(), (VECTOR, VECTOR, COMBINE)):
-                one, other = launched(one, kinds), launched(other, kinds)
-                if kinds is COMBINE:  # new memory each time
-                    one[-1][5] = other[-1][5] = y.data_ptr()
-                assert one == other
-    assert {("gpu", True), ("gpu", False), ("cpu", True), ("cpu", False), ("copy", 0)} < seen
-
-
-def planner_name(planner) -> str:
-    from dali_gguf.offload.placement import POLICIES
-
-    return POLICIES[planner.code]
-
-
-def the_same_tokens(notes):
-    """As on the CPU, when numpy does what the kernels that are launched would do."""
-    import tempfile
-
-    from dali_gguf.engine import Engine
-    from dali_gguf.offload import gpu_measure, torch_device, triton_matmul
-    from dali_gguf.offload.cost import CostModel
-    from dali_gguf.sampler import SamplingParams
-    from tests import computed_kernels
-    from tests.benchmarks.disk_model import STICKY, TINY, write_model
-    from tests.test_ram_tier import room_on_the_card
-
-    sizes, prompt = dict(n_ctx=128, n_batch=64, threads=1), [300, 301, 17, 350, 400]
-    path = Path(tempfile.mkdtemp()) / "tiny.gguf"
-    write_model(path, TINY, STICKY)
-
-    def tokens(engine):
-        return list(engine.tokens(prompt, SamplingParams(temperature=0, max_tokens=24)))
-
-    with Engine(path, device="cpu", **sizes) as engine:
-        expected = tokens(engine)
-    notes.compute(computed_kernels.run)
-    torch_device._triton = lambda *_: triton_matmul
-    gpu_measure.known = lambda *_: CostModel([1, 2, 4], [60, 100, 180], [15, 20, 30], 120, r=0.8)
-    for beside, apart in ((False, False), (True, False), (False, True)):
-        vram = room_on_the_card(path, 0.4, 64)
-        with Engine(path, device="cpu-torch", vram=vram, verify=beside, **sizes) as engine:
-            scheduler, decided, engine.device.apart = engine.scheduler, [], apart
-            scheduler.launches, decide = not beside, scheduler._decide
-            scheduler._decide = lambda *args: decided.append(decide(*args)) or decided[-1]
-            assert tokens(engine) == expected
-            total = scheduler.counters.total
-            assert len(decided) > 2 * TINY.n_layer and total("on_gpu") > 0 < total("on_cpu")
-            assert not (beside and scheduler.verifier.failed)
-            assert {key[0] for key in engine.device._kept} == {"rope", "norm"}

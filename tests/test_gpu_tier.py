@@ -152,3 +152,30 @@ def test_stored_costs_are_used(path, half, monkeypatch):
         assert engine.scheduler.model.copy_us == 6.0
     (machine, shape), = found
     assert "1 threads, torch on the CPU" in machine and f"{EXPERTS} experts of" in shape
+
+
+def test_a_product_is_not_taken_in_a_later_step(path, half, monkeypatch):
+    """Guesses go on and off from step to step: what a layer takes is of its own step or nothing."""
+    with Engine(path, device="cpu-torch", threads=1, vram=half, **SIZES) as engine:
+        scheduler, kept, taken = engine.scheduler, {}, []
+        paired = scheduler.paired
+        keep, take = paired.keep, paired.take
+
+        def kept_in(layer, product):
+            kept[layer] = position
+            keep(layer, product)
+
+        def taken_in(layer, n_expert):
+            products = take(layer, n_expert)
+            taken.append(products is not None)
+            assert products is None or kept[layer] == position
+            return products
+
+        monkeypatch.setattr(paired, "keep", kept_in)
+        monkeypatch.setattr(paired, "take", taken_in)
+        for position in range(12):
+            on = {"prefetch"} if position // 2 % 2 else set()
+            monkeypatch.setattr(scheduler.step, "_features", lambda on=on: on)
+            kept.clear()
+            engine.forward([30 + position], [position])
+    assert True in taken

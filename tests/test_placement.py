@@ -264,3 +264,13 @@ def test_makespans_with_the_disk_are_those_of_a_step_by_step_count(policy):
         ratios.append(best / plan.predicted_us)
     if policy == "threshold":
         assert min(ratios) > 0.8 and np.mean(ratios) > 0.99
+
+
+def test_without_copies_the_optimum_still_moves_residents():
+    c = costs(lambda w: 10, lambda w: 50, 5)
+    w, here = np.array([1, 1, 2]), np.ones(3, np.uint8)
+    planner = placement.Planner("optimal", 3)
+    plans = [planner.plan(w, here, c, copies=copies) for copies in (True, False)]
+    assert len(plans[0].cpu) > 0 and plans[0].predicted_us == plans[1].predicted_us
+    missing = planner.plan(w, np.array([1, 0, 1], np.uint8), c, copies=False)
+    assert missing.cpu.tolist() == [1] and not missing.copy.size

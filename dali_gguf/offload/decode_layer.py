@@ -125,7 +125,8 @@ class DecodeLayers:
         return found if found is not None and is_plain(x) else None
 
     def _make(self, layer: int, router: Router, paired: bool) -> DecodeLayer | None:
-        launch, rule = self.device.experts(self.experts[layer]).one_token, router.rule
+        kept, rule = self.device.experts(self.experts[layer]).one_token, router.rule
+        launch = kept.get(router.n_used)
         if launch is None or rule.n_group > 1 or self.planner.code == OPTIMAL:
             return None
         if self._routings is None:

@@ -97,7 +97,7 @@ class Traffic:
             self._dropped = self.link.drop([c for c in coming.values() if c.kind == PREFETCH])
             for copy in self._dropped:
                 self.counters.add(row, "bytes", -copy.nbytes)
-                self._give(coming.pop(copy.expert), copy.free)
+                self.give(coming.pop(copy.expert), copy.free)
         for copy in coming.values():
             self._look(copy)
         self.here = self.near(row)
@@ -179,7 +179,7 @@ class Traffic:
             if reuse and copy.kind == DEMAND:
                 if self.coming[row].get(copy.expert) is copy:  # a late guess
                     del self.coming[row][copy.expert]
-                self._give(copy, event)
+                self.give(copy, event)
             elif copy.kind != FILL:
                 self._done[row].append(copy)
 
@@ -205,7 +205,7 @@ class Traffic:
             self.slots.swap(row, swap.load, swap.evict, copy.offset, event)
             self.counters.add(row, "adopted")
         for copy in done.values():
-            self._give(copy, event)
+            self.give(copy, event)
         for copy in self._done[row]:
             coming.pop(copy.expert, None)
         self._done[row] = []
@@ -240,22 +240,23 @@ class Traffic:
         if self._orphans:
             for copy in [c for c in self._orphans if self.link.arrived(c)]:
                 self._orphans.remove(copy)
-                self._give(copy, None)
+                self.give(copy, None)
         if not self._fills:
             return
         for copy, swap in [f for f in self._fills if self.link.arrived(f[0])]:
             self._fills.remove((copy, swap))
             row = copy.row
             del self.coming[row][copy.expert]
-            if isinstance(copy.error, DaliError):  # raised when the expert is needed
-                self._give(copy, None)
-                continue
+            if copy.error is not None:
+                self.give(copy, None)
+                if isinstance(copy.error, DaliError):  # raised when the expert is needed
+                    continue
             self.link.wait(copy)
             if self.cache.started(row, swap):
                 self.cache.finished(row, swap)
                 self.slots.swap(row, swap.load, swap.evict, copy.offset, self.last_use)
             else:
-                self._give(copy, None)
+                self.give(copy, None)
 
     def new_copy_times(self) -> list[float]:
         """Microseconds of the copies from RAM that ended since the last call."""
@@ -273,7 +274,7 @@ class Traffic:
         self._timed = waiting
         return ended
 
-    def _give(self, copy: Copy, event) -> None:
+    def give(self, copy: Copy, event) -> None:
         """Its slot is spare again."""
         if self.slots.place[copy.row, copy.expert] == copy.offset:
             self.slots.place[copy.row, copy.expert] = NOWHERE

@@ -104,13 +104,13 @@ class HybridScheduler(Scheduler):
     def route(self, layer: int, h: Array, router: Router) -> Routing:
         """As Scheduler.route. Where guesses are wanted, the next layer's router takes part. What
         needs no answer is done while the device makes it."""
-        row, tokens = self.row[layer], len(h)
-        ahead = tokens >= PREFILL or "prefetch" in self.step.on
-        paired = self.paired if ahead else None
-        product = self.logits(h, router) if paired is None else paired.product(layer, h)
-        quick = decided = None
+        row, tokens, quick, decided = self.row[layer], len(h), None, None
         try:
-            self._enter(row, tokens)
+            self._begin(row, tokens)
+            ahead = tokens >= PREFILL or "prefetch" in self.step.on
+            paired = self.paired if ahead else None
+            product = self.logits(h, router) if paired is None else paired.product(layer, h)
+            self.traffic.prepare(row)
             if tokens == 1 and self.ram is None and not self.traffic.pending:
                 quick = self.decoders.find(layer, h, router, paired is not None)
             host, product = self.device.read_back(h, product)
@@ -120,8 +120,8 @@ class HybridScheduler(Scheduler):
             self._abandon(row)
             raise
         self._entered = row, host, decided
-        if paired is not None:
-            paired.keep(layer, product)
+        if self.paired is not None:
+            self.paired.keep(layer, product if paired is not None else None)
         if decided is not None:
             return decided.routing
         if paired is not None:
@@ -202,7 +202,8 @@ class HybridScheduler(Scheduler):
         entered, self._entered = self._entered, None
         if entered is not None and entered[0] == row:
             return entered[1:]
-        self._enter(row, len(h))
+        self._begin(row, len(h))
+        self.traffic.prepare(row)
         return self.device.to_host(h), None
 
     def _cpu_part(self, y: Array | None, workload: np.ndarray) -> Array:
@@ -212,14 +213,13 @@ class HybridScheduler(Scheduler):
         y_cpu = self.device.from_host(result.y)
         return y_cpu if y is None else y.add_(y_cpu)
 
-    def _enter(self, row: int, tokens: int) -> None:
-        """Before the layer's routing is known; at the first layer, before the step."""
+    def _begin(self, row: int, tokens: int) -> None:
+        """At the first layer, what the step uses is decided."""
         prefill = tokens >= PREFILL
         if row == 0:
             self._begin_step(tokens, prefill)
         self.cache.frozen = prefill
         self.times.begin(row, prefill)
-        self.traffic.prepare(row)
 
     def _begin_step(self, tokens: int, prefill: bool) -> None:
         first, self._prompted = self.step.tokens == 0, self._prompted or prefill
@@ -274,10 +274,12 @@ class HybridScheduler(Scheduler):
     # ---- the rest of the seam --------------------------------------------------------------
 
     def line(self) -> str:
+        self.traffic.new_copy_times()  # those that were not asked for yet are counted
         return hybrid_report.line(self)
 
     def figures(self) -> dict:
         self.times.tell_all()
+        self.traffic.new_copy_times()
         return hybrid_report.figures(self)
 
     def table(self) -> str:

@@ -46,9 +46,9 @@ class PairedRouters:
         """[T, 2E] of both routers, on the device; [T, E] in the last layer."""
         return self.device.matmul(h, self.pairs[layer])[0]
 
-    def keep(self, layer: int, product: np.ndarray) -> None:
-        """The product, read back, is what take will return."""
-        self._known = layer, product
+    def keep(self, layer: int, product: np.ndarray | None) -> None:
+        """The product, read back, is what take will return; None: the layer has none."""
+        self._known = None if product is None else (layer, product)
 
     def route(self, layer: int, product: np.ndarray, router: Router) -> Routing:
         """As Scheduler.route, from the product."""

@@ -106,7 +106,7 @@ class Planner:
         """workload int64 [E] tokens per expert, resident uint8 [E]. in_ram bool [E]: misses that
         are not in RAM are read from disk first (None: all are; `optimal` plans as if). copies
         False: what is missing is computed by the CPU, as static-hot does."""
-        if self.code == rules.OPTIMAL and copies:
+        if self.code == rules.OPTIMAL and (copies or not (workload > 0)[resident == 0].any()):
             return self._optimal(workload, resident, costs, link_busy)
         ids, fixed = self.scratch, (link_busy, costs.r, costs.h_cpu, margin, self.scratch)
         if in_ram is None:

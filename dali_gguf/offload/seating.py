@@ -39,6 +39,20 @@ def reseat(traffic: Traffic) -> None:
 
 
 def _await(traffic: Traffic, copies: list[Copy]) -> None:
+    """Until all have ended. Experts whose copy failed are nowhere then, and the first error is
+    raised."""
     traffic.link.offer(copies)
-    for copy in copies:
-        traffic.link.wait(copy)
+    errors, waiting = [], list(reversed(copies))
+    while waiting:
+        copy = waiting[-1]
+        try:
+            traffic.link.wait(copy)
+        except BaseException as error:
+            errors.append(error)
+            if error is not copy.error:  # interrupted: it is still on its way
+                continue
+            traffic.cache.resident[copy.row, copy.expert] = 0
+            traffic.give(copy, None)
+        waiting.pop()
+    if errors:
+        raise errors[0]

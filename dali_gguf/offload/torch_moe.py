@@ -78,7 +78,7 @@ class DeviceExperts:
             None if b is None else torch.from_numpy(np.array(b, np.float32)).to(device) for b in raw
         )
         self._fused: tuple | None | bool = False  # not asked for yet
-        self.one_token = None  # expert_launch.OneToken, from the first such step on
+        self.one_token: dict = {}  # expert_launch.OneToken by experts used, once there was a step
 
     def fused(self, kernels) -> tuple | None:
         """(gate and up, down) as kernels.Matrices, None if there is no kernel for them. kernels:
@@ -115,16 +115,18 @@ def compute(
 
     kernels: the module triton_matmul or None. x [T, D]; base: uint8, the memory with the slots;
     experts int64 [n]; offsets int64 [E]: of their bytes in base, by expert."""
-    one_token = len(routing.expert_ids) == 1
-    if one_token and e.one_token is not None and is_plain(x):
-        return e.one_token(x, base, table, routing, experts, offsets)
+    n_token, n_used = routing.expert_ids.shape
+    known = e.one_token.get(n_used) if n_token == 1 else None
+    if known is not None and is_plain(x):
+        return known(x, base, table, routing, experts, offsets)
     pairs = table.build(routing, experts, offsets)
     fused = None if kernels is None else e.fused(kernels)
     if fused is None:
         return _plain(x, base, e, pairs, routing)
     y = kernels.experts(x, base, *fused, pairs, table)
-    if one_token:
-        e.one_token = kernels.one_token(*fused, pairs.n_used, table)
+    launches = kernels.one_token(*fused, n_used, table) if n_token == 1 else None
+    if launches is not None:
+        e.one_token[n_used] = launches
     return y
 
 

@@ -81,15 +81,15 @@ class Watch:
         self._moe(scheduler)
 
     def _prepare(self, scheduler) -> None:
-        inner = scheduler._enter
+        inner = scheduler.traffic.prepare
 
-        def enter(*args):
+        def prepare(row):
             self._ends.clear()
             started = time.perf_counter()
-            inner(*args)
+            inner(row)
             self.samples["prepare"].append(1e6 * (time.perf_counter() - started))
 
-        scheduler._enter = enter
+        scheduler.traffic.prepare = prepare
 
     def _end_of(self, owner, name: str, phase: str, first: bool = False) -> None:
         """first: unless the phase has ended already."""
