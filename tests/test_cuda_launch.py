@@ -86,6 +86,7 @@ def launched(noted, kinds: str) -> tuple:
 
 
 VECTOR, COMBINE = "ppiipppiiipiii", "pppiipii"
+OUT = 10  # where vector_kernel is told to write
 
 
 def of_a_matrix(notes):
@@ -102,14 +103,15 @@ def of_a_matrix(notes):
             for i in range(3):
                 jobs = jobs_of(n_token)
                 base = torch.zeros(1 << 16, dtype=torch.uint8)
-                x, out = torch.ones(n_token, WIDTH), torch.ones(n_token * USED, ROWS)
-                tm.grouped(x, base, kept, jobs, False, out)
+                x = torch.ones(n_token, WIDTH)
+                outs = [tm.grouped(x, base, kept, jobs).data_ptr()]
                 assert len(kept.kept) == 1
                 fresh = tm.Matrices(Q.MXFP4, ROWS, WIDTH, 16, **how)
-                tm.grouped(x, base, fresh, jobs, False, out)
+                outs.append(tm.grouped(x, base, fresh, jobs).data_ptr())
                 ours, triton = (launched(noted, VECTOR) for noted in notes.take())
                 if not how:  # a bias that is not there: any address
                     ours[-1][4:6] = triton[-1][4:6]
+                assert [values.pop(OUT) for values in (ours[-1], triton[-1])] == outs
                 assert ours == triton
                 functions.add(ours[0])
     assert len(functions) == 6, "one and two matrices, for one, two and four tokens a program"

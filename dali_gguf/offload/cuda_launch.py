@@ -8,6 +8,7 @@ arguments as a Launch, and gives it to CUDA's driver from compiled code.
 
 import ctypes
 import re
+from collections.abc import Hashable
 from functools import lru_cache
 
 import numpy as np
@@ -50,8 +51,11 @@ def _launch_kernel(context, entry, function, x, y, z, threads, shared, stream, p
 
 
 @njit(cache=True)
-def run(entry, launch):
-    """Gives a Launch's numbers to the driver, as they are now. Returns CUresult."""
+def run_with(entry, launch, stream, values):
+    """A Launch on a stream, its changing arguments a tuple of values. Returns CUresult."""
+    launch[STREAM] = stream
+    for i in range(len(values)):
+        launch[launch[HEAD + i]] = values[i]
     return _launch_kernel(
         entry, launch[FUNCTION], launch[GRID_X], launch[GRID_Y], launch[GRID_Z], launch[THREADS],
         launch[SHARED], launch[STREAM], launch[PARAMETERS],
@@ -111,6 +115,13 @@ class Launch:
     def stream(self) -> int:
         """Address of the stream that is current."""
         return self._stream(self._device)
+
+
+def keep(kept: dict, key: Hashable, made, grid: tuple[int, int, int], args: tuple,
+         changing: tuple[str, ...]) -> None:
+    """Puts a Launch into kept, where one can be made. made: what Triton's call has returned."""
+    if suits(made):
+        kept[key] = Launch(made, grid, args, changing)
 
 
 def check(result: int) -> None:

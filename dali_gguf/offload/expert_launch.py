@@ -11,14 +11,12 @@ from torch import Tensor
 from dali_gguf.offload.cuda_launch import (
     GRID_X,
     GRID_Y,
-    HEAD,
-    STREAM,
     Launch,
     check,
     copy_to_device,
     entry_of,
     record_event,
-    run,
+    run_with,
 )
 from dali_gguf.offload.expert_pairs import fill_table
 from dali_gguf.offload.pair_table import PairTable
@@ -31,11 +29,9 @@ CHANGING_SUM = ("pairs", "jobs", "weights", "at_place", "at_weights", "out")
 @njit(cache=True)
 def launch_grouped(entry, launch, stream, x, base, table, n_jobs, out):
     """A Launch of vector_kernel, for n_jobs matrices. Returns CUresult."""
-    launch[STREAM], launch[GRID_Y] = stream, n_jobs
+    launch[GRID_Y] = n_jobs
     values = x, base, table, n_jobs, 2 * n_jobs, 3 * n_jobs + 1, out
-    for i in range(len(values)):
-        launch[launch[HEAD + i]] = values[i]
-    return run(entry, launch)
+    return run_with(entry, launch, stream, values)
 
 
 @njit(cache=True)
@@ -55,11 +51,9 @@ def launch_experts(entry, up, down, total, stream, x, base, table, out, h, y, n_
     """Three Launches: vector_kernel twice, combine_kernel. h, y: what is in between."""
     code = launch_grouped(entry, up, stream, x, base, table, n_jobs, h)
     code = code or launch_grouped(entry, down, stream, h, base, table, n_jobs, y)
-    total[STREAM], total[GRID_X] = stream, n_token
+    total[GRID_X] = n_token
     values = y, table, table, at_place, 2 * at_weights, out
-    for i in range(len(values)):
-        total[total[HEAD + i]] = values[i]
-    return code or run(entry, total)
+    return code or run_with(entry, total, stream, values)
 
 
 @njit(cache=True)

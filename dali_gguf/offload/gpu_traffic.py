@@ -106,10 +106,19 @@ class Traffic:
         """Whether the copy has arrived; if so, its expert can be computed."""
         arrived = self.link.arrived(copy) and copy.error is None
         if arrived:
-            self.link.wait(copy)
-            self.slots.place[copy.row, copy.expert] = copy.offset
+            self._receive(copy)
         (self._arrived if arrived else self.pending).append(copy)
         return arrived
+
+    def _receive(self, copy: Copy) -> None:
+        """Its bytes, waited for, are its expert's."""
+        self.link.wait(copy)
+        self.slots.place[copy.row, copy.expert] = copy.offset
+
+    def _computed(self, copy: Copy) -> None:
+        """The layer has used it: the cache may adopt it. A fill's slot is settled later."""
+        if copy.kind != FILL:
+            self._done[copy.row].append(copy)
 
     def expect(self, row: int, workload: np.ndarray) -> None:
         """Of the copies that were under way, those that this step needs."""
@@ -133,8 +142,7 @@ class Traffic:
                 if copy.kind == PREFETCH:
                     self.counters.add(row, "useful")
                     copy.kind = DEMAND
-                if copy.kind != FILL:  # a fill's slot is settled later
-                    self._done[row].append(copy)
+                self._computed(copy)
             elif copy.kind == PREFETCH:
                 self._waste(row, copy)
         self._arrived = []
@@ -167,8 +175,7 @@ class Traffic:
         while coming and self.link.arrived(coming[0]):
             group.append(coming.popleft())
         for copy in group:
-            self.link.wait(copy)
-            self.slots.place[copy.row, copy.expert] = copy.offset
+            self._receive(copy)
         return group
 
     def used(self, row: int, group: list[Copy], reuse: bool) -> None:
@@ -180,8 +187,8 @@ class Traffic:
                 if self.coming[row].get(copy.expert) is copy:  # a late guess
                     del self.coming[row][copy.expert]
                 self.give(copy, event)
-            elif copy.kind != FILL:
-                self._done[row].append(copy)
+            else:
+                self._computed(copy)
 
     def _event(self):
         if self._on_gpu:

@@ -130,9 +130,7 @@ class HybridScheduler(Scheduler):
 
     def _decide(self, row: int, quick: DecodeLayer, h: Array, product: np.ndarray) -> Decided:
         """Everything up to the launch at once."""
-        began, traffic, model = time.perf_counter(), self.traffic, self.model
-        copies = traffic.slots.spare(row) > 0 and "copies" in self.step.on
-        now = Situation(traffic.here, model.costs, traffic.busy_us(model), self.step.margin, copies)
+        began, traffic, now = time.perf_counter(), self.traffic, self._situation(row, prefill=False)
         slots, table = traffic.slots, self.device.pair_table(traffic.here.size)
         event = self.times.begin_event()
         decided = quick(product, h, now, slots.memory, slots.place[row], table, event)
@@ -163,7 +161,7 @@ class HybridScheduler(Scheduler):
         here = self.traffic.here
         if decided is None:
             self.traffic.expect(row, workload)
-            plan = self._plan(row, workload, here, prefill)
+            plan = self._plan(row, workload, prefill)
             self._plan_us = (time.perf_counter() - began) * 1e6
         else:
             plan = decided.plan
@@ -231,12 +229,16 @@ class HybridScheduler(Scheduler):
             known = not self.cold or not (first or prefill)
             self.ram.before_step(self.model, self.cache if known else None)
 
-    def _plan(self, row: int, workload: np.ndarray, here: np.ndarray, prefill: bool) -> LayerPlan:
-        """Who computes what. here uint8 [E]: traffic.here."""
-        copies = self.traffic.slots.spare(row) > 0 and (prefill or "copies" in self.step.on)
-        busy = self.traffic.busy_us(self.model)
+    def _situation(self, row: int, prefill: bool) -> Situation:
+        traffic, model = self.traffic, self.model
+        copies = traffic.slots.spare(row) > 0 and (prefill or "copies" in self.step.on)
+        busy, margin = traffic.busy_us(model), self.step.margin
+        return Situation(traffic.here, model.costs, busy, margin, copies)
+
+    def _plan(self, row: int, workload: np.ndarray, prefill: bool) -> LayerPlan:
+        """Who computes what."""
+        here, costs, busy, margin, copies = self._situation(row, prefill)
         in_ram = None if self.ram is None else self.ram.arena.resident(self.layers[row])
-        costs, margin = self.model.costs, self.step.margin
         return self.planner.plan(workload, here, costs, busy, margin, in_ram, copies)
 
     def _gpu_part(self, row: int, h: Array, routing: Routing, residents: np.ndarray,

@@ -84,17 +84,13 @@ class TorchDevice:
     # ---- products --------------------------------------------------------------------------
 
     def matmul(self, x: Array, *weights: TorchWeight) -> tuple[Array, ...]:
-        if self.kernels is not None:
-            fused = [w.fused(self.kernels) for w in weights]
-            if None not in fused:
-                return self.kernels.matmul(x, *((w.data, m) for w, m in zip(weights, fused)))
-        return tuple(self._product(x, w) for w in weights)
-
-    def _product(self, x: Array, w: TorchWeight) -> Array:
-        fused = None if self.kernels is None else w.fused(self.kernels)
-        if fused is None:
-            return F.linear(x, w.dense())
-        return self.kernels.matmul(x, (w.data, fused))[0]
+        """Weights that all have a fused kernel in one call, else each in its own way."""
+        fused = [None if self.kernels is None else w.fused(self.kernels) for w in weights]
+        if None not in fused:
+            return self.kernels.matmul(x, *((w.data, m) for w, m in zip(weights, fused)))
+        if len(weights) == 1:
+            return (F.linear(x, weights[0].dense()),)
+        return tuple(self.matmul(x, w)[0] for w in weights)
 
     def batched_matmul(self, x: Array, weight: TorchWeight) -> Array:
         return torch.einsum("thn,hmn->thm", x, weight.dense())

@@ -4,7 +4,7 @@ from numba import njit
 from torch import Tensor
 
 from dali_gguf.device import RopeParams
-from dali_gguf.offload.cuda_launch import GRID_X, HEAD, STREAM, Launch, check, is_plain, run, suits
+from dali_gguf.offload.cuda_launch import GRID_X, Launch, check, is_plain, keep, run_with
 from dali_gguf.offload.triton_kernels import norm_kernel, rope_kernel
 
 CHANGING = {"rope": ("x", "weight", "cos", "sin", "out"), "norm": ("x", "weight", "out")}
@@ -14,10 +14,8 @@ NORM_WARPS = 4
 @njit(cache=True)
 def launch_rows(entry, launch, stream, n, addresses):
     """A Launch for n rows, whose changing arguments are a tuple of addresses. Returns CUresult."""
-    launch[STREAM], launch[GRID_X] = stream, n
-    for i in range(len(addresses)):
-        launch[launch[HEAD + i]] = addresses[i]
-    return run(entry, launch)
+    launch[GRID_X] = n
+    return run_with(entry, launch, stream, addresses)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, params: RopeParams,
@@ -38,8 +36,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, params: RopeParams,
     grid, constants = (n_token, n_head, 1), (half, weight is not None, eps, params.interleaved)
     args = (x, given, cos, sin, out, n_head, size, *constants, block)
     made = rope_kernel[grid](*args, num_warps=1)
-    if plain and suits(made):
-        kept[key] = Launch(made, grid, args, CHANGING["rope"])
+    if plain:
+        keep(kept, key, made, grid, args, CHANGING["rope"])
     return out
 
 
@@ -54,6 +52,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kept: dict[tuple, Launch]) -
         return out
     grid, args = (n, 1, 1), (x, weight, out, size, eps, 1 << (size - 1).bit_length())
     made = norm_kernel[grid](*args, num_warps=NORM_WARPS)
-    if plain and suits(made):
-        kept[key] = Launch(made, grid, args, CHANGING["norm"])
+    if plain:
+        keep(kept, key, made, grid, args, CHANGING["norm"])
     return out

@@ -14,7 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from dali_gguf.offload.cuda_launch import Launch, check, is_plain, suits
+from dali_gguf.offload.cuda_launch import Launch, check, is_plain, keep
 from dali_gguf.offload.expert_launch import (
     CHANGING,
     CHANGING_SUM,
@@ -75,7 +75,6 @@ class Matrices:
         self.sizes = (rows, cols, row_bytes, int(kind), ACTIVATIONS[activation], bias is not None)
         self.shape = (lay.groups, lay.run, lay.planes)
         self.tiles = TILES
-        self.row_tiles = _pieces(rows, TILES.vector_rows)
         self.kept: dict[tuple[int, bool], Launch] = {}  # by most rows of x for one, and by_pair
 
 
@@ -84,14 +83,11 @@ def _pieces(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def grouped(x: Tensor, base: Tensor, m: Matrices, jobs: Jobs, by_pair: bool = False,
-            out: Tensor | None = None) -> Tensor:
+def grouped(x: Tensor, base: Tensor, m: Matrices, jobs: Jobs, by_pair: bool = False) -> Tensor:
     """float32 [P, rows]: every pair's row of x times its expert's matrix in base, uint8. x
-    [T, cols]; by_pair: x [P, cols], a row for each pair instead of each token. out: for the
-    result."""
+    [T, cols]; by_pair: x [P, cols], a row for each pair instead of each token."""
     p, x = jobs.pairs, x.contiguous()
-    if out is None:
-        out = x.new_empty(p.n_pairs, m.rows)  # half the time of torch.empty
+    out = x.new_empty(p.n_pairs, m.rows)  # half the time of torch.empty
     if p.most > VECTOR_ROWS:
         return _grouped_dot(x, base, m, jobs, by_pair, out)
     key = p.most, by_pair
@@ -104,8 +100,8 @@ def grouped(x: Tensor, base: Tensor, m: Matrices, jobs: Jobs, by_pair: bool = Fa
     args = _arguments((x,), base, m, jobs, out, by_pair, nt, m.tiles.vector_rows)
     grid = (_pieces(m.rows, m.tiles.vector_rows), p.n_jobs, 1)
     made = vector_kernel[grid](*args, num_warps=m.tiles.vector_warps)
-    if plain and suits(made):
-        m.kept[key] = Launch(made, grid, args, CHANGING)
+    if plain:
+        keep(m.kept, key, made, grid, args, CHANGING)
     return out
 
 
@@ -148,8 +144,7 @@ def combine(y: Tensor, jobs: Jobs, kept: dict[tuple[int, int], Launch]) -> Tenso
     where = (p.at_place, 2 * p.at_weights)
     args = (y, jobs.table, jobs.floats, *where, out, p.n_used, cols, 256)
     made = combine_kernel[grid](*args)
-    if suits(made):
-        kept[cols, p.n_used] = Launch(made, grid, args, CHANGING_SUM)
+    keep(kept, (cols, p.n_used), made, grid, args, CHANGING_SUM)
     return out
 
 
